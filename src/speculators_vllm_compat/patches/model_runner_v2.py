@@ -1,0 +1,98 @@
+"""Model runner V2: the batch of a step is not an attribute, and its order is another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..patching import Finding, Patch, Sources
+from ..probing import at, needed, not_needed, unfit, unknown
+
+if TYPE_CHECKING:
+    import torch
+
+_V2 = "v1.worker.gpu.model_runner"
+
+
+class BatchV1:
+    """The batch of a V1 runner, which keeps it in attributes."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+
+    def request_ids(self) -> list[str]:
+        """The requests in the order of their rows."""
+        return list(self._runner.input_batch.req_ids)
+
+    def token_ids(self, tokens: int) -> torch.Tensor:
+        """The ids the step's rows were computed from, [tokens] on the host."""
+        buffer = self._runner.input_ids
+        ids: torch.Tensor = getattr(buffer, "gpu", buffer)[:tokens]
+        return ids.to("cpu")
+
+
+class BatchV2:
+    """The batch of a V2 runner, which makes one each step and hands it on."""
+
+    def __init__(self, runner: Any) -> None:
+        self._current: Any = None
+        prepare = runner.prepare_inputs
+
+        def prepare_inputs(*args: Any, **kwargs: Any) -> Any:
+            self._current = prepare(*args, **kwargs)
+            return self._current
+
+        runner.prepare_inputs = prepare_inputs
+
+    def request_ids(self) -> list[str]:
+        """The requests in the order of their rows."""
+        return list(self._current.req_ids)
+
+    def token_ids(self, tokens: int) -> torch.Tensor:
+        """The ids the step's rows were computed from, [tokens] on the host."""
+        ids: torch.Tensor = self._current.input_ids[:tokens]
+        return ids.to("cpu")
+
+
+def batch_of(runner: Any) -> BatchV1 | BatchV2:
+    """A view of a runner's batch of the current step.
+
+    Raises:
+        RuntimeError: The runner keeps its batch in neither known way.
+    """
+    if hasattr(runner, "input_batch") and hasattr(runner, "input_ids"):
+        return BatchV1(runner)
+    if hasattr(runner, "prepare_inputs"):
+        return BatchV2(runner)
+    raise RuntimeError(
+        f"{type(runner).__module__}.{type(runner).__name__} has neither input_batch nor "
+        "prepare_inputs; expected model runner V1 or V2. Report this with the vLLM release."
+    )
+
+
+def probe(sources: Sources) -> Finding:
+    module = sources.vllm.module(_V2)
+    line = module.line("GPUModelRunner") if module else None
+    if module is None or line is None:
+        return not_needed("there is no model runner V2", sources.vllm.where(_V2))
+    prepare = module.function("GPUModelRunner.prepare_inputs")
+    if prepare is None or (problem := unfit(prepare, prepare.names)):
+        found = "no prepare_inputs" if prepare is None else problem
+        return unknown(found, at(module, line), "GPUModelRunner.prepare_inputs")
+    batch = sources.vllm.module("v1.worker.gpu.input_batch")
+    fields = batch.fields("InputBatch") if batch else None
+    if batch is None or fields is None or not {"req_ids", "input_ids"} <= set(fields.names):
+        return unknown(f"InputBatch{fields}", at(module, line), "fields req_ids and input_ids")
+    return needed("model runner V2 has no input_batch", at(module, line))
+
+
+PATCH = Patch(
+    id="model_runner_v2",
+    summary="Reads the order of a step's rows from the runner's own batch, V1 or V2.",
+    why="Model runner V2, the default in stages from 0.22, sorts rows by scheduled tokens and has "
+    "no input_batch: 0.4 raises, 0.3.0 gives rows to the wrong sequences.",
+    upstream="vllm/v1/worker/gpu/model_runner.py, 0.12.0",
+    process="worker",
+    probe=probe,
+    part_of="decoder_layer_call",
+    removable="never, as long as speculators attributes rows itself",
+)

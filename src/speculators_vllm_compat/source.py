@@ -1,0 +1,265 @@
+"""Facts read from a package's source files, which are parsed and never imported.
+
+Probes need to know what a function takes, which fields a class has, where a name lives.
+Importing vLLM to find out takes ten seconds and may fail; parsing the few files in
+question takes a fraction of one.
+"""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+_Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a function, or one field of a class."""
+
+    name: str
+    required: bool
+    keyword_only: bool = False
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a function takes, without ``self``.
+
+    Attributes:
+        parameters: In the order of the source.
+        any_keyword: Whether it has ``**kwargs``.
+        line: Where it is defined, counted from 1.
+    """
+
+    parameters: tuple[Parameter, ...]
+    any_keyword: bool
+    line: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(parameter.name for parameter in self.parameters)
+
+    @property
+    def required(self) -> frozenset[str]:
+        return frozenset(p.name for p in self.parameters if p.required)
+
+    def accepts(self, name: str) -> bool:
+        return self.any_keyword or name in self.names
+
+    def __str__(self) -> str:
+        shown = [p.name if p.required else f"{p.name}=..." for p in self.parameters]
+        return f"({', '.join([*shown, '**kwargs'] if self.any_keyword else shown)})"
+
+
+class SourceModule:
+    """One parsed source file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.text = path.read_text(encoding="utf-8")
+
+    @cached_property
+    def _tree(self) -> ast.Module:
+        return ast.parse(self.text, filename=str(self.path))
+
+    @cached_property
+    def bindings(self) -> Mapping[str, int]:
+        """Names bound at the top level, ``if`` and ``try`` blocks included, with their lines.
+
+        Blocks under ``if TYPE_CHECKING`` bind nothing when the module runs, so they are left out.
+        """
+        return dict(_bindings(self._tree.body))
+
+    def definition(self, qualname: str) -> ast.AST | None:
+        """The class or function of this dotted name, or None."""
+        body: list[ast.stmt] = list(_unconditional(self._tree.body))
+        found: ast.AST | None = None
+        for part in qualname.split("."):
+            found = next(
+                (n for n in body if isinstance(n, _Function | ast.ClassDef) and n.name == part),
+                None,
+            )
+            if found is None:
+                return None
+            body = found.body
+        return found
+
+    def line(self, qualname: str) -> int | None:
+        found = self.definition(qualname)
+        return getattr(found, "lineno", None)
+
+    def function(self, qualname: str) -> Signature | None:
+        """The signature of a function or method, or None when it is not there."""
+        node = self.definition(qualname)
+        if not isinstance(node, _Function):
+            return None
+        method = "." in qualname
+        arguments = node.args
+        positional = [*arguments.posonlyargs, *arguments.args]
+        first_default = len(positional) - len(arguments.defaults)
+        parameters = [
+            Parameter(argument.arg, required=index < first_default)
+            for index, argument in enumerate(positional)
+        ]
+        if method and parameters:
+            del parameters[0]
+        parameters += [
+            Parameter(argument.arg, required=default is None, keyword_only=True)
+            for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+        ]
+        return Signature(tuple(parameters), arguments.kwarg is not None, node.lineno)
+
+    def fields(self, class_name: str) -> Signature | None:
+        """The annotated fields of a dataclass, as the signature of its constructor."""
+        node = self.definition(class_name)
+        if not isinstance(node, ast.ClassDef):
+            return None
+        parameters = tuple(
+            Parameter(statement.target.id, required=_is_required(statement.value))
+            for statement in node.body
+            if isinstance(statement, ast.AnnAssign)
+            and isinstance(statement.target, ast.Name)
+            and _is_init(statement.value)
+        )
+        return Signature(parameters, False, node.lineno)
+
+    def field_default(self, class_name: str, field: str) -> str | None:
+        """The source text of a field's default, or None when it has none."""
+        node = self.definition(class_name)
+        for statement in getattr(node, "body", []):
+            if (
+                isinstance(statement, ast.AnnAssign)
+                and isinstance(statement.target, ast.Name)
+                and statement.target.id == field
+                and statement.value is not None
+            ):
+                return ast.unparse(statement.value)
+        return None
+
+    def annotations(self, class_name: str) -> str:
+        """The annotations of a class's fields, as one text to search."""
+        node = self.definition(class_name)
+        statements = getattr(node, "body", [])
+        return "\n".join(
+            ast.unparse(s.annotation) for s in statements if isinstance(s, ast.AnnAssign)
+        )
+
+    def body_text(self, qualname: str) -> str:
+        """A definition's code, normalised and without comments or docstrings; "" when absent."""
+        node = self.definition(qualname)
+        if node is None or not isinstance(node, _Function | ast.ClassDef):
+            return ""
+        return "\n".join(ast.unparse(s) for s in node.body if not _is_docstring(s))
+
+    def calls(self, function_name: str) -> tuple[Call, ...]:
+        """Every call of ``name(...)`` or ``….name(...)`` in the file, in source order."""
+        return tuple(
+            Call(frozenset(k.arg for k in node.keywords if k.arg), len(node.args), node.lineno)
+            for node in ast.walk(self._tree)
+            if isinstance(node, ast.Call) and _called(node.func, function_name)
+        )
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call found in a source file."""
+
+    keywords: frozenset[str]
+    positional: int
+    line: int
+
+
+class SourceTree:
+    """The source of one installed package.
+
+    Args:
+        root: The folder that holds the package's ``__init__.py``.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = Path(root)
+        self._modules: dict[str, SourceModule | None] = {}
+
+    def module(self, name: str) -> SourceModule | None:
+        """The module of this dotted name below the package, or None when there is no such file."""
+        if name not in self._modules:
+            base = self.root.joinpath(*name.split("."))
+            candidates = (base.with_name(base.name + ".py"), base / "__init__.py")
+            path = next((c for c in candidates if c.is_file()), None)
+            self._modules[name] = None if path is None else SourceModule(path)
+        return self._modules[name]
+
+    def where(self, name: str) -> str:
+        """The path a module has or would have, for messages."""
+        return str(self.root.joinpath(*name.split("."))) + ".py"
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def _called(function: ast.expr, name: str) -> bool:
+    if "." in name:
+        return ast.unparse(function) == name
+    if isinstance(function, ast.Attribute):
+        return function.attr == name
+    return isinstance(function, ast.Name) and function.id == name
+
+
+def _field_call(value: ast.expr | None) -> ast.Call | None:
+    """The ``field(...)`` or ``Field(...)`` call a default consists of."""
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
+        return value if value.func.id in {"field", "Field"} else None
+    return None
+
+
+def _is_required(value: ast.expr | None) -> bool:
+    call = _field_call(value)
+    if call is None:
+        return value is None
+    return not call.args and not {"default", "default_factory"} & {k.arg for k in call.keywords}
+
+
+def _is_init(value: ast.expr | None) -> bool:
+    call = _field_call(value)
+    return call is None or not any(
+        k.arg == "init" and isinstance(k.value, ast.Constant) and k.value.value is False
+        for k in call.keywords
+    )
+
+
+def _unconditional(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements of a module, looking into ``if`` and ``try`` but not ``if TYPE_CHECKING``."""
+    for statement in body:
+        if isinstance(statement, ast.If):
+            if "TYPE_CHECKING" not in ast.unparse(statement.test):
+                yield from _unconditional(statement.body)
+            yield from _unconditional(statement.orelse)
+        elif isinstance(statement, ast.Try):
+            yield from _unconditional(statement.body)
+            for handler in statement.handlers:
+                yield from _unconditional(handler.body)
+        else:
+            yield statement
+
+
+def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
+    for statement in _unconditional(body):
+        if isinstance(statement, _Function | ast.ClassDef):
+            yield statement.name, statement.lineno
+        elif isinstance(statement, ast.Import | ast.ImportFrom):
+            for alias in statement.names:
+                yield (alias.asname or alias.name.split(".")[0]), statement.lineno
+        elif isinstance(statement, ast.Assign):
+            for target in statement.targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, statement.lineno
+        elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            yield statement.target.id, statement.lineno
