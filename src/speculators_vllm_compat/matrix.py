@@ -34,6 +34,7 @@ class Release:
         torch: The torch it is built for.
         transformers: The transformers it accepts.
         python: The Python versions it accepts.
+        environment: The requirements its test environment is built with.
     """
 
     version: Version
@@ -41,6 +42,7 @@ class Release:
     torch: str
     transformers: str
     python: str
+    environment: tuple[str, ...]
 
     def covers(self, version: Version) -> bool:
         return self.versions.contains(version, prereleases=True)
@@ -163,9 +165,8 @@ class _Reader:
         return Matrix(releases, cells)
 
     def _release(self, item: Any, place: str) -> Release:
-        fields = self._mapping(
-            item, place, {"version", "versions", "torch", "transformers", "python"}
-        )
+        names = {"version", "versions", "torch", "transformers", "python", "environment"}
+        fields = self._mapping(item, place, names)
         version = self._version(fields["version"], f"{place}.version")
         try:
             versions = SpecifierSet(self._text(fields["versions"], f"{place}.versions"))
@@ -178,17 +179,15 @@ class _Reader:
         texts = {
             k: self._text(fields[k], f"{place}.{k}") for k in ("torch", "transformers", "python")
         }
-        return Release(version, versions, **texts)
+        environment = self._texts(fields["environment"], f"{place}.environment")
+        return Release(version, versions, environment=environment, **texts)
 
     def _cell(self, item: Any, place: str, releases: Mapping[str, Release]) -> Cell:
         fields = self._mapping(item, place, {"speculators", "vllm", "patches", "verified"})
         vllm = self._text(fields["vllm"], f"{place}.vllm")
         if vllm not in releases:
             raise self._error(f"{place}.vllm", f"one of {sorted(releases)}", vllm)
-        patches = [
-            self._text(p, f"{place}.patches")
-            for p in self._list(fields["patches"], f"{place}.patches")
-        ]
+        patches = self._texts(fields["patches"], f"{place}.patches")
         unknown = sorted(set(patches) - self._known) if self._known is not None else []
         if unknown:
             raise self._error(f"{place}.patches", "ids of patches", ", ".join(unknown))
@@ -233,6 +232,9 @@ class _Reader:
         if not isinstance(value, str) or not value:
             raise self._error(place, "a text in quotes", value)
         return value
+
+    def _texts(self, value: Any, place: str) -> tuple[str, ...]:
+        return tuple(self._text(item, place) for item in self._list(value, place))
 
     def _version(self, value: Any, place: str) -> Version:
         try:

@@ -60,11 +60,12 @@ def probe(sources: Sources) -> Finding:
         return absent(sources.vllm, "plugins", "load_general_plugins")
     if f"'{GROUP}'" not in module.text.replace('"', "'"):
         return unknown(f"no group {GROUP}", str(module.path), f"the entry-point group {GROUP}")
-    base = sources.vllm.module("v1.worker.worker_base")
-    calls = base.calls("load_general_plugins") if base else ()
-    if base is None or not calls:
-        return absent(sources.vllm, "v1.worker.worker_base", "a call of load_general_plugins")
-    return needed("every worker loads the general plugins", at(base, calls[0].line))
+    for name in ("v1.worker.worker_base", "worker.worker_base"):  # the latter in 0.11.0
+        base = sources.vllm.module(name)
+        calls = base.calls("load_general_plugins") if base else ()
+        if base is not None and calls:
+            return needed("every worker loads the general plugins", at(base, calls[0].line))
+    return absent(sources.vllm, "v1.worker.worker_base", "call of load_general_plugins")
 
 
 def apply(module: ModuleType, ledger: Ledger) -> None:

@@ -1,0 +1,167 @@
+"""What the tests of one pair, one vLLM build and one speculators, have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import speculators_vllm_compat
+import tiny_models
+from speculators_vllm_compat.detect import detect
+from speculators_vllm_compat.patching import GENERATOR, GENERATOR_CLASS
+
+# Float32 against float32: both sides sum in another order, over six layers of width 128 with
+# states up to a few hundred in size. Measured differences are below 2e-5.
+TOLERANCE = 1e-4
+
+LAYERS = [1, 5, 0, 3]  # not sorted, the last layer included
+
+
+def speculators_version() -> str:
+    return detect("speculators").version_text or ""
+
+
+def vllm_version() -> str:
+    return detect("vllm").version_text or ""
+
+
+def is_0_3() -> bool:
+    return speculators_version().startswith("0.3")
+
+
+@functools.cache
+def models_folder() -> Path:
+    folder = Path(os.environ.get("TINY_MODELS", "/tmp/speculators-vllm-compat-models"))
+    import transformers
+
+    return folder / transformers.__version__
+
+
+def model(name: str) -> Path:
+    return tiny_models.build(name, models_folder())
+
+
+@functools.lru_cache(maxsize=1)
+def reference(name: str) -> tiny_models.Reference:
+    return tiny_models.Reference(model(name))
+
+
+def generator_module() -> Any:
+    """speculators' generator module, patched or not, as things stand."""
+    return importlib.import_module(GENERATOR)
+
+
+@contextlib.contextmanager
+def patched() -> Iterator[Any]:
+    """The generator's module with every needed patch."""
+    with speculators_vllm_compat.patched():
+        yield generator_module()
+
+
+@contextlib.contextmanager
+def unpatched() -> Iterator[Any]:
+    """The generator's module as it is (imported with the patches, which transformers 5 needs)."""
+    with patched() as module:
+        pass
+    yield module
+
+
+@contextlib.contextmanager
+def skipping(*patch_ids: str) -> Iterator[Any]:
+    """The generator's module with every needed patch but these."""
+    with patched():  # the import itself may need them
+        pass
+    os.environ["SPECULATORS_VLLM_COMPAT_SKIP"] = ",".join(patch_ids)
+    try:
+        with patched() as module:
+            yield module
+    finally:
+        del os.environ["SPECULATORS_VLLM_COMPAT_SKIP"]
+
+
+@contextlib.contextmanager
+def engine(
+    module: Any,
+    model_name: str = "llama",
+    layer_ids: list[int] | None = None,
+    *,
+    start_method: str = "fork",
+    max_num_batched_tokens: int | None = None,
+    configure: Any = None,
+    dtype: str = "float32",
+    **arguments: Any,
+) -> Iterator[Any]:
+    """A generator on a tiny model, in float32, shut down at the end.
+
+    Args:
+        module: The generator's module.
+        model_name: One of tiny_models.CONFIGS.
+        layer_ids: LAYERS when left out.
+        start_method: How workers start.
+        max_num_batched_tokens: The token budget of a step. 0.3.0 takes no such argument, so
+            there its constant is changed, as its users do.
+        configure: Called with the VllmConfig before workers start.
+        dtype: The model's.
+        arguments: For the constructor.
+    """
+
+    class Generator(getattr(module, GENERATOR_CLASS)):  # as people subclass it
+        def _create_vllm_config(self, *args: Any, **kwargs: Any) -> Any:
+            config = super()._create_vllm_config(*args, **kwargs)
+            # vLLM forces spawn when a CPU configuration is made; forking is set after that.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = start_method
+            if configure is not None:
+                configure(config)
+            return config
+
+    original = module.ModelConfig
+    # dtype="auto" would run a float32 checkpoint in bfloat16; replaced as people replace it.
+    module.ModelConfig = lambda **kwargs: original(**{**kwargs, "dtype": dtype})
+    budget = None
+    if max_num_batched_tokens is not None:
+        if is_0_3():
+            budget, module.MIN_MAX_BATCHED_TOKENS = (
+                module.MIN_MAX_BATCHED_TOKENS,
+                max_num_batched_tokens,
+            )
+        else:
+            arguments["max_num_batched_tokens"] = max_num_batched_tokens
+    arguments.setdefault("max_model_len", 1024)
+    generator = None
+    try:
+        generator = Generator(
+            str(model(model_name)),
+            LAYERS if layer_ids is None else layer_ids,
+            gpu_memory_utilization=0.1,
+            **arguments,
+        )
+        yield generator
+    finally:
+        module.ModelConfig = original
+        if budget is not None:
+            module.MIN_MAX_BATCHED_TOKENS = budget
+        if generator is not None:
+            generator.executor.shutdown()
+
+
+def difference(results: list[dict[str, Any]], model_name: str, layers: list[int]) -> float:
+    """The largest absolute difference of results from transformers."""
+    return tiny_models.largest_difference(results, reference(model_name), layers)
+
+
+def assert_right(
+    results: list[dict[str, Any]],
+    prompts: list[list[int]],
+    model_name: str = "llama",
+    layers: list[int] | None = None,
+) -> float:
+    """Results are those of the prompts, in their order, with transformers' values."""
+    assert [result["input_ids"].tolist() for result in results] == prompts
+    worst = difference(results, model_name, LAYERS if layers is None else layers)
+    assert worst < TOLERANCE
+    return worst

@@ -1,0 +1,26 @@
+"""Shared by all tests; the ones that need a vLLM build run in one of its environments."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+
+# Tests switch the patches on and off themselves.
+os.environ.setdefault("SPECULATORS_VLLM_COMPAT", "off")
+
+_NEEDS_VLLM = ("boundaries", "values", "process")
+
+
+def pytest_ignore_collect(collection_path) -> bool | None:
+    """Leave out, in an environment without vLLM, what cannot even be imported there."""
+    if importlib.util.find_spec("vllm") is None and collection_path.name in _NEEDS_VLLM:
+        return True
+    return None
+
+
+@pytest.fixture(scope="session")
+def worker_start_method() -> str:
+    """Fork keeps an engine's start under two seconds; tests/process covers spawn."""
+    return "fork"
