@@ -1,15 +1,16 @@
 """Everything a developer runs, on a machine with Python, pip and git.
 
-    python dev.py demo      extract hidden states with and without the patches
-    python dev.py test      lint, types, and every test in every everyday environment
-    python dev.py test 0.3.0/0.29.0 -k request     one pair, with arguments for pytest
-    python dev.py matrix    bring compat_matrix.yaml and the tables up to date with evidence/
-    python dev.py evidence  run the value tests and write evidence/
+python dev.py demo      extract hidden states with and without the patches
+python dev.py test      lint, types, and every test in every everyday environment
+python dev.py test 0.3.0/0.29.0 -k request     one pair, with arguments for pytest
+python dev.py matrix    bring compat_matrix.yaml and the tables up to date with evidence/
+python dev.py evidence  run the value tests and write evidence/
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import signal
@@ -83,8 +84,11 @@ def test(cells: Sequence[str], rest: Sequence[str]) -> int:
             broken.append(cell)
     print(f"broken: {', '.join(broken)}" if broken else "all of them passed")
     # A check that is no test counts as one here, so that the closing line tells the whole truth.
-    print(f"{counts.passed} passed, {max(counts.failed, len(broken))} failed, "
-          f"{counts.skipped} skipped", flush=True)
+    print(
+        f"{counts.passed} passed, {max(counts.failed, len(broken))} failed, "
+        f"{counts.skipped} skipped",
+        flush=True,
+    )
     return int(bool(broken))
 
 
@@ -146,10 +150,8 @@ def pytest(
         status = 1
         print(f"stopped after {TIME_LIMIT} s", flush=True)
     finally:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     with log:
         log.seek(0)
         output = log.read()

@@ -11,4 +11,7 @@ import os
 def register() -> None:
     """Switch the patches on in a worker whose driver is patched; do nothing elsewhere."""
     if "_SPECULATORS_VLLM_COMPAT_DRIVER" in os.environ:
-        import speculators_vllm_compat  # noqa: F401 - imported for what importing it does
+        import speculators_vllm_compat
+
+        # By hand: the driver may have been patched by hand, with the switch for imports off.
+        speculators_vllm_compat.apply()

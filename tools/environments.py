@@ -122,10 +122,8 @@ def _wheel(project: str, version: str) -> Path:
     folder = HOME / "wheels"
     pattern = f"{project.replace('-', '_')}-{version}-*.whl"
     if not list(folder.glob(pattern)):
-        _run(
-            [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
-            + ["-d", folder, f"{project}=={version}"]
-        )
+        download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+        _run([*download, "--only-binary", ":all:", "-d", folder, f"{project}=={version}"])
     return next(folder.glob(pattern))
 
 

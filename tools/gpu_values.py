@@ -92,9 +92,10 @@ def main() -> int:
     os.environ["TRITON_F32_DEFAULT"] = "ieee"
     if arguments.dtype == "float32":
         os.environ["VLLM_MLA_DISABLE"] = "1"  # the MLA kernels take bfloat16 only
-    import speculators_vllm_compat  # noqa: F401 - switched on for this process and its workers
     import torch
     import transformers
+
+    import speculators_vllm_compat  # noqa: F401 - switched on for this process and its workers
     from cell import speculators_version, vllm_version
 
     tolerance, cases, failed = RELATIVE_TOLERANCE[arguments.dtype], [], False

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
 from speculators_vllm_compat import matrix
 from speculators_vllm_compat.patches import PATCHES
 
@@ -101,9 +102,10 @@ def evidence_table(parsed: matrix.Matrix) -> str:
     ]
     for cell in parsed.cells:
         for run in cell.verified:
+            link = f"[{run.evidence}](../{run.evidence})"
             lines.append(
                 f"| {cell.speculators} | {cell.vllm.version} | {run.device} | {run.date} | "
-                f"{run.cases} | {run.largest_difference:.1e} | [{run.evidence}](../{run.evidence}) |"
+                f"{run.cases} | {run.largest_difference:.1e} | {link} |"
             )
     return "\n".join(lines)
 
@@ -128,7 +130,9 @@ def catalogue() -> str:
     """Every patch, with why it is there and when it can go."""
     parts = []
     for patch in PATCHES:
-        how = f"carried out by `{patch.part_of}`" if patch.part_of else f"applied to `{patch.target}`"
+        how = (
+            f"carried out by `{patch.part_of}`" if patch.part_of else f"applied to `{patch.target}`"
+        )
         parts.append(
             f"### {patch.id}\n\n{patch.summary}\n\n- Why: {patch.why}\n- Upstream: "
             f"{patch.upstream}\n- Process: {patch.process}; {how}\n- Can go: {patch.removable}"

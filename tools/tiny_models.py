@@ -221,7 +221,9 @@ class Reference:
         return [self._seen[layer] for layer in layers]
 
 
-def largest_difference(results: list[dict[str, Any]], reference: Reference, layers: list[int]) -> float:
+def largest_difference(
+    results: list[dict[str, Any]], reference: Reference, layers: list[int]
+) -> float:
     """The largest absolute difference of ``generate()``'s results from transformers.
 
     Raises:

@@ -211,7 +211,11 @@ class Activation:
     def _next(self) -> Patch | None:
         needed = self._plan.needed if self._plan and self._active else ()
         return next(
-            (p for p in needed if p.apply and p.id not in self._applied and p.target in self._loaded),
+            (
+                p
+                for p in needed
+                if p.apply and p.id not in self._applied and p.target in self._loaded
+            ),
             None,
         )
 

@@ -119,7 +119,7 @@ def _decide(vllm: Package, speculators: Package, transformers: Package) -> Itera
 def _disagreement(
     cell: matrix.Cell, vllm: Package, decisions: tuple[Decision, ...]
 ) -> Iterator[MatrixError]:
-    """The probes against the matrix; of a nightly, which may be on either side of a change, none."""
+    """The probes against the matrix; not for a nightly, which lies on either side of a change."""
     version = vllm.version
     if version is None or version.is_prerelease or version.base_version != str(cell.vllm.version):
         return

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+
 from speculators_vllm_compat.patches import PATCHES
 from speculators_vllm_compat.patching import Finding, Patch
 from speculators_vllm_compat.plan import make_plan

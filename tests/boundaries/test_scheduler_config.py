@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from cell import assert_right, engine, is_0_3, patched, skipping, unpatched
 from speculators_vllm_compat.patching import Verdict
 from tiny_models import prompt

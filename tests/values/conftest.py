@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from cell import TOLERANCE, speculators_version, vllm_version
 
 # A thread pool that exists before a fork leaves the child's OpenMP waiting for ever.

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+
 from cell import assert_right, engine, patched
 from tiny_models import VOCABULARY, prompt
 

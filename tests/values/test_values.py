@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import tiny_models
 import torch
-from cell import LAYERS, assert_right, engine, patched
+
+import tiny_models
+from cell import assert_right, engine, patched
 from tiny_models import prompt
 
 pytestmark = pytest.mark.engine
@@ -131,5 +132,3 @@ def test_real_mla(evidence, monkeypatch, form):
     with patched() as module, engine(module, form, configure=choose_backend) as made:
         results = made.generate(prompts)
     _check(evidence, form, "real MLA", results, prompts)
-
-

@@ -125,6 +125,6 @@ class Observer:
 
     def _fail(self, error: Exception, what: str) -> None:
         self._fault = (
-            f"hidden states of step {self._step}, {what}: {error}. The call's states are dropped, not "
-            "returned wrong. Report this with the model's name and the vLLM release."
+            f"hidden states of step {self._step}, {what}: {error}. The call's states are dropped "
+            "rather than returned wrong. Report this with the model's name and the vLLM release."
         )

@@ -114,7 +114,8 @@ def _bind(layer: Any) -> dict[str, str]:
         known: name
         for known, names in _SYNONYMS.items()
         for name in names
-        if name in parameters or (known == name != "llama_4_scaling" and accepts(layer.forward, name))
+        if name in parameters
+        or (known == name != "llama_4_scaling" and accepts(layer.forward, name))
     }
     variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     left = [

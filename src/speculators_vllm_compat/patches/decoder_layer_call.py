@@ -114,7 +114,9 @@ def apply(module: types.ModuleType, ledger: Ledger) -> None:
     owner = getattr(module, _CLASS)
 
     def replace(name: str, function: Any) -> None:
-        ledger.wrap(owner, name, lambda _wrapped, self, args, kwargs: function(self, *args, **kwargs))
+        ledger.wrap(
+            owner, name, lambda _wrapped, self, args, kwargs: function(self, *args, **kwargs)
+        )
 
     def forward(wrapped: Any, _instance: Any, args: Any, kwargs: Any) -> Any:
         from ..capture.replaced import DecoderView
@@ -123,7 +125,8 @@ def apply(module: types.ModuleType, ledger: Ledger) -> None:
         return wrapped(DecoderView(decoder), *rest, **kwargs)
 
     replace(
-        "_setup_hidden_states_capture", lambda self, layer_ids: set_up_capture(self, module, layer_ids)
+        "_setup_hidden_states_capture",
+        lambda self, layer_ids: set_up_capture(self, module, layer_ids),
     )
     replace("_store_captured_states", store_states)
     replace("_reset_capture", reset_capture)

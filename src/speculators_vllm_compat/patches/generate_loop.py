@@ -22,7 +22,10 @@ def probe(sources: Sources) -> Finding:
     if problem := unfit(signature, {"token_ids"}):
         return unknown(problem, where, "generate(token_ids)")
     module = sources.vllm.module("v1.core.sched.scheduler")
-    for name, given in (("schedule", set()), ("finish_requests", {"request_ids", "finished_status"})):
+    for name, given in (
+        ("schedule", set()),
+        ("finish_requests", {"request_ids", "finished_status"}),
+    ):
         called = module.function(f"Scheduler.{name}") if module else None
         if module is None or called is None:
             return absent(sources.vllm, "v1.core.sched.scheduler", f"Scheduler.{name}")

@@ -21,14 +21,14 @@ def host_memory() -> tuple[int, int]:
     return memory.available, memory.total
 
 
-class _Cuda(wrapt.ObjectProxy):  # type: ignore[misc]
+class _Cuda(wrapt.ObjectProxy[Any]):
     """torch.cuda, as the generator's module sees it on a machine without one."""
 
     def mem_get_info(self, *_args: Any, **_kwargs: Any) -> tuple[int, int]:
         return host_memory()
 
 
-class _Torch(wrapt.ObjectProxy):  # type: ignore[misc]
+class _Torch(wrapt.ObjectProxy[Any]):
     """torch, as the generator's module sees it; everything but cuda.mem_get_info is torch's own."""
 
     @property

@@ -36,8 +36,8 @@ def apply(module: ModuleType, ledger: Ledger) -> None:
 PATCH = Patch(
     id="pretrained_config_torch",
     summary="Puts the name torch into transformers.configuration_utils.",
-    why="From transformers 5 pydantic resolves the annotations of PreTrainedConfig when speculators "
-    "subclasses it: PydanticUndefinedAnnotation: name 'torch' is not defined.",
+    why="From transformers 5 pydantic resolves the annotations of PreTrainedConfig when "
+    "speculators subclasses it: PydanticUndefinedAnnotation: name 'torch' is not defined.",
     upstream="transformers/configuration_utils.py, 5.0",
     process="both",
     probe=probe,

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-class _TrustingTokenizer(wrapt.ObjectProxy):  # type: ignore[misc]
+class _TrustingTokenizer(wrapt.ObjectProxy[Any]):
     """AutoTokenizer that trusts the model's code, as the generator trusts it for the config."""
 
     def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:

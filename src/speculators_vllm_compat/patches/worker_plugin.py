@@ -47,8 +47,8 @@ def check_greetings(replies: list[Any]) -> None:
     strangers = {rank: reply for rank, reply in enumerate(replies) if reply != GREETING}
     if strangers:
         raise WorkerError(
-            f"workers {sorted(strangers)} answered {next(iter(strangers.values()))!r} to the set-up "
-            f"of capture; expected {GREETING!r}: they run without this package's patches. Look "
+            f"workers {sorted(strangers)} answered {next(iter(strangers.values()))!r} to the "
+            f"set-up of capture; expected {GREETING!r}: they run without this package's patches. Look "
             "for errors of vLLM's plugin loader in their log."
         )
 
