@@ -149,7 +149,8 @@ def _providers(module: str) -> Iterator[Distribution]:
         name = found.metadata["Name"]
         if not name or not _normalised(name).startswith(_normalised(module)):
             continue
-        location = Path(str(found.locate_file("")))
+        # Resolved: one folder can be on the import path twice, as "" and by name.
+        location = Path(str(found.locate_file(""))).resolve()
         provides = _has_file(found, f"{module}/__init__.py") or _is_editable(found, name, module)
         if provides and (_normalised(name), location) not in seen:
             seen.add((_normalised(name), location))

@@ -41,9 +41,8 @@ def _sources(folder: Path, parameters: str, name: str = "Request") -> Sources:
     """A vLLM that consists of v1/request.py."""
     path = folder / "vllm" / "v1" / "request.py"
     path.parent.mkdir(parents=True)
-    path.write_text(
-        f"import time\n\n\nclass {name}:\n    def __init__({parameters}):\n        ...\n"
-    )
+    text = f"import time\n\n\nclass {name}:\n    def __init__({parameters}): ...\n"
+    path.write_text(text)
     package = Package("vllm", folder / "vllm", ())
     return Sources(SourceTree(folder / "vllm"), SourceTree(folder / "speculators"), None, package)
 

@@ -62,7 +62,7 @@ def test_spawned_worker_without_the_plugin_is_found_out(monkeypatch):
         error, message = (
             (Exception, "")
             if transformers.__version__.startswith("5")
-            else (WorkerError, "they run without this package's patches")
+            else (WorkerError, "they run without the patches")
         )
         with pytest.raises(error, match=message), engine(module, start_method="spawn"):
             pass

@@ -54,7 +54,8 @@ def apply(module: ModuleType, ledger: Ledger) -> None:
 PATCH = Patch(
     id="kv_cache_arguments",
     summary="Drops or fills in kv_cache_specs when the KV-cache configuration is built.",
-    why="vLLM 0.12 removed the parameter that 0.3.0 passes; before, it is required and 0.4 omits it.",
+    why="vLLM 0.12 removed the parameter that 0.3.0 passes; before, it is required, but 0.4 omits "
+    "it.",
     upstream="vllm/v1/core/kv_cache_utils.py, 0.12.0",
     process="driver",
     probe=probe,

@@ -48,8 +48,8 @@ def check_greetings(replies: list[Any]) -> None:
     if strangers:
         raise WorkerError(
             f"workers {sorted(strangers)} answered {next(iter(strangers.values()))!r} to the "
-            f"set-up of capture; expected {GREETING!r}: they run without this package's patches. Look "
-            "for errors of vLLM's plugin loader in their log."
+            f"set-up of capture; expected {GREETING!r}: they run without the patches. Look for "
+            "errors of vLLM's plugin loader in their log."
         )
 
 
