@@ -27,7 +27,7 @@ def causal_mask(
         input_shape: (batch, queries).
         inputs_embeds: A tensor whose dtype and device the mask takes.
         past_key_values_length: How many keys come before the first query.
-        sliding_window: How many keys a query sees, itself included, or None for all.
+        sliding_window: How many keys before its own a query sees, or None for all.
 
     Returns:
         [batch, 1, queries, keys]: 0 where a query sees a key, the dtype's minimum elsewhere.
@@ -41,7 +41,7 @@ def causal_mask(
     key = torch.arange(keys, device=device)[None, :]
     visible = key <= position
     if sliding_window is not None:
-        visible &= key > position - sliding_window
+        visible &= key >= position - sliding_window
     visible = visible[None, None].expand(batch, 1, queries, keys)
     if attention_mask is not None:
         visible = visible & attention_mask.to(torch.bool)[:, None, None, :]
@@ -65,6 +65,8 @@ def probe(sources: Sources) -> Finding:
 
 
 def apply(_transformers: types.ModuleType, ledger: Ledger) -> None:
+    if _MODULE in sys.modules:  # somebody has mended it by hand
+        return
     module = types.ModuleType(_MODULE, __doc__)
     setattr(module, _NAME, causal_mask)
     ledger.add_item(sys.modules, _MODULE, module)

@@ -1,0 +1,84 @@
+"""A step in two calls: execute_model, then sample_tokens."""
+
+from __future__ import annotations
+
+import pytest
+from sources import EXECUTOR, GENERATOR, sources
+
+from cell import assert_right, engine, is_0_3, patched
+from speculators_vllm_compat.patches.execute_sample import run_step
+from speculators_vllm_compat.patching import GENERATOR_CLASS, Verdict
+from tiny_models import prompt
+
+_ONE_CALL = "class MultiprocExecutor:\n    def execute_model(self, scheduler_output): ...\n"
+_TWO_CALLS = _ONE_CALL + "    def sample_tokens(self, grammar_output, non_block=False): ...\n"
+
+
+class Executor:
+    """Plays both forms of a step."""
+
+    def __init__(self, samples_itself: bool) -> None:
+        self.calls: list[object] = []
+        self.samples_itself = samples_itself
+
+    def execute_model(self, scheduler_output):
+        self.calls.append(scheduler_output)
+        return "output" if self.samples_itself else None
+
+    def sample_tokens(self, grammar_output):
+        self.calls.append(("sample", grammar_output))
+
+
+def test_probe(finding_of):
+    expected = Verdict.NEEDED if is_0_3() else Verdict.NOT_NEEDED
+    assert finding_of("execute_sample").verdict is expected
+
+
+@pytest.mark.parametrize(
+    ("executor", "generator", "expected"),
+    [
+        (_ONE_CALL, "", Verdict.NOT_NEEDED),
+        (_ONE_CALL, "self.executor.sample_tokens(output)", Verdict.NEEDED),
+        (_TWO_CALLS, "", Verdict.NEEDED),
+        (_TWO_CALLS, "self.executor.sample_tokens(output)", Verdict.NOT_NEEDED),
+        (_ONE_CALL.replace("scheduler_output", "batch"), "", Verdict.UNKNOWN_FORM),
+        (_TWO_CALLS.replace("grammar_output", "grammar"), "", Verdict.UNKNOWN_FORM),
+        ("class Executor: ...", "", Verdict.UNKNOWN_FORM),
+    ],
+)
+def test_probe_of_other_forms(tmp_path, patch_named, executor, generator, expected):
+    finding = patch_named("execute_sample").probe(
+        sources(tmp_path, {EXECUTOR: executor, GENERATOR: generator})
+    )
+    assert finding.verdict is expected
+    if expected is Verdict.UNKNOWN_FORM:
+        assert "multiproc_executor.py" in finding.where
+        assert finding.expected
+
+
+def test_both_forms_of_a_step():
+    for samples_itself, calls in ((True, ["step"]), (False, ["step", ("sample", None)])):
+        executor = Executor(samples_itself)
+        run_step(executor, "step")
+        assert executor.calls == calls
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not is_0_3(), reason="0.4 samples by itself")
+def test_without_sampling_the_second_step_fails():
+    """speculators' own loop, on a generator whose constructor ran with the patches."""
+    with patched() as module, engine(module) as generator:
+        own_loop = vars(getattr(module, GENERATOR_CLASS))["generate"].__wrapped__
+        with pytest.raises(Exception, match=r"sample_tokens\(\) must be called"):
+            own_loop(generator, [prompt(5, seed=index) for index in range(40)])  # two steps
+
+
+@pytest.mark.engine
+def test_patched_values_are_right_over_many_steps():
+    prompts = [prompt(n, seed=n) for n in (300, 280, 260, 240)]
+    with (
+        patched() as module,
+        engine(module, max_model_len=512, max_num_batched_tokens=64) as generator,
+    ):
+        for _ in range(2):
+            assert_right(generator.generate(prompts), prompts)
