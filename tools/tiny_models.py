@@ -102,26 +102,33 @@ def _deepseek_v2() -> Any:
     )
 
 
-def _deepseek_v3() -> Any:
+def _deepseek_v3(**more: Any) -> Any:
     from transformers import DeepseekV3Config
 
     return DeepseekV3Config(
         **_mla(
             mscale_all_dim=1.0,
-            q_lora_rank=64,
-            n_routed_experts=8,
-            n_shared_experts=1,
-            num_experts_per_tok=2,
-            moe_intermediate_size=64,
-            first_k_dense_replace=3,
-            n_group=2,
-            topk_group=1,
-            norm_topk_prob=True,
-            routed_scaling_factor=2.5,
-            scoring_func="sigmoid",
-            topk_method="noaux_tc",
+            **{
+                "q_lora_rank": 64,
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 64,
+                "first_k_dense_replace": 3,
+                "n_group": 2,
+                "topk_group": 1,
+                "norm_topk_prob": True,
+                "routed_scaling_factor": 2.5,
+                "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc",
+                **more,
+            },
         )
     )
+
+
+def _deepseek_v3_dense() -> Any:
+    return _deepseek_v3(first_k_dense_replace=LAYERS)
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -132,6 +139,9 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "deepseek_v3": _deepseek_v3,
 }
 
+# For formats that round so coarsely that tokens change experts: no layer has any.
+WITHOUT_EXPERTS: dict[str, Callable[[], Any]] = {"deepseek_v3_dense": _deepseek_v3_dense}
+
 
 def build(name: str, folder: Path, *, seed: int = 0) -> Path:
     """Write a model in float32, with a tokenizer, to ``folder/name``; returns that folder."""
@@ -141,7 +151,7 @@ def build(name: str, folder: Path, *, seed: int = 0) -> Path:
     target = folder / name
     if (target / "config.json").is_file():
         return target
-    config = CONFIGS[name]()
+    config = {**CONFIGS, **WITHOUT_EXPERTS}[name]()
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.eval()

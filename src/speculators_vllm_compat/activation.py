@@ -16,12 +16,12 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import CompatError, PatchError
+from .errors import CompatError, ConfigurationError, PatchError
 from .imports import ImportHooks
 from .switches import DRIVER, Mode, mode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Set
 
     from .patching import Ledger, Patch
     from .plan import Plan
@@ -94,34 +94,54 @@ class Activation:
         self._ledger: Ledger | None = None
         self._loaded: set[str] = set()
         self._applied: set[str] = set()
+        self._blocks = 0  # how many with-blocks keep the patches on; 0 when switched on by hand
 
     def apply(self) -> None:
-        present = [name for name in _WATCHED if name in sys.modules]
-        for name in present:  # wait, outside the lock, for imports other threads are in
-            importlib.import_module(name)
         with self._lock:
-            if self._active:
-                return
+            self._blocks = 0
             self._active = True
             os.environ[DRIVER] = str(os.getpid())
-            self._loaded = set(present)
-            self._hooks.install()
-            if _ROOT in self._loaded:
-                try:
+            self._hooks.install()  # first, so that no import slips through from here on
+        # What follows is done by every caller, so that none returns before another is ready.
+        try:
+            present = _present()
+            with self._lock:
+                self._loaded |= present
+                if _ROOT in self._loaded and self._plan is None:
                     self._prepare()
-                    self._advance()
-                except BaseException:
-                    self.revert()
-                    raise
+            self._import_for(present)
+            with self._lock:
+                self._advance()
+        except BaseException:
+            self.revert()
+            raise
 
     def revert(self) -> None:
         with self._lock:
             self._hooks.remove()
-            self._undo()
+            self._blocks = 0
             self._plan = None
             self._loaded.clear()
             self._active = False
             os.environ.pop(DRIVER, None)
+            self._undo()
+            self._ledger = None
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[None]:
+        with self._lock:
+            scoped = not self._active or self._blocks > 0
+            blocks = self._blocks
+            self.apply()
+            self._blocks = blocks + 1 if scoped else 0
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._blocks:  # nobody has called apply() or revert() since
+                    self._blocks -= 1
+                    if not self._blocks:
+                        self.revert()
 
     def status(self) -> Status:
         from .plan import make_plan
@@ -148,7 +168,7 @@ class Activation:
             )
 
     def _state(self, plan: Plan, patch: Patch) -> str:
-        if patch.id in plan.skipped:
+        if patch.id in plan.skipped or patch.part_of in plan.skipped:
             return "skipped"
         if patch not in plan.needed or not self._active:
             return "-"
@@ -160,15 +180,40 @@ class Activation:
         if name == _ROOT:
             with self._lock:
                 self._prepare()
+            self._import_for(self._loaded)
+            with self._lock:
                 self._advance()
 
     def _after(self, name: str) -> None:
+        self._import_for({name})
         with self._lock:
+            if self._plan is None:
+                self._loaded.add(name)
+                return
+            # A module that ran again holds its original names again.
+            self._applied -= {p.id for p in self._plan.needed if p.target == name}
             self._loaded.add(name)
-            if self._plan is not None:
-                # A module that ran again holds its original names again.
-                self._applied -= {p.id for p in self._plan.needed if p.target == name}
+            try:
                 self._advance()
+            except BaseException:
+                # This module's import fails, so it is not there. speculators' own modules that
+                # were patched before are forgotten too: the next import of one starts over.
+                self._loaded.discard(name)
+                self._forget()
+                raise
+
+    def _import_for(self, targets: Set[str]) -> None:
+        """Import, outside the lock, what patches of these modules need to be applied."""
+        plan = self._plan
+        for patch in plan.needed if plan is not None else ():
+            if patch.target in targets and patch.id not in self._applied:
+                for name in patch.imports:
+                    importlib.import_module(name)
+
+    def _forget(self) -> None:
+        for module in [m for m in sys.modules if m.startswith(f"{_ROOT}.data_generation")]:
+            del sys.modules[module]
+            self._loaded.discard(module)
 
     def _prepare(self) -> None:
         """Make the plan; stop here, with nothing changed, if it has problems."""
@@ -186,7 +231,7 @@ class Activation:
         if plan.skipped:
             logger.warning("left out on request: %s", ", ".join(sorted(plan.skipped)))
         self._plan = plan
-        self._ledger = Ledger()
+        self._ledger = self._ledger or Ledger()
         logger.info("%s: %d patches, %s", plan, len(plan.needed), plan.word)
 
     def _advance(self) -> None:
@@ -230,6 +275,24 @@ def _together(plan: Plan) -> CompatError:
     return CompatError(f"{plan}: {len(plan.problems)} problems\n{lines}")
 
 
+def _present() -> set[str]:
+    """The watched modules that are imported, after waiting for imports other threads are in.
+
+    Raises:
+        ConfigurationError: One is being imported by this very thread, so that its code would go
+            on after the patches.
+    """
+    present = {name for name in _WATCHED if sys.modules.get(name) is not None}
+    for name in present:
+        spec = importlib.import_module(name).__spec__
+        if getattr(spec, "_initializing", False):
+            raise ConfigurationError(
+                f"apply() was called while {name} is being imported, by code that it imports; "
+                "expected before or after. Import speculators_vllm_compat first."
+            )
+    return present
+
+
 _activation = Activation()
 
 
@@ -259,16 +322,13 @@ def status() -> Status:
     return _activation.status()
 
 
-@contextlib.contextmanager
-def patched() -> Iterator[None]:
-    """Switch the patches on for a block; they stay on after it if they were on before it."""
-    was_active = _activation._active
-    apply()
-    try:
-        yield
-    finally:
-        if not was_active:
-            revert()
+def patched() -> contextlib.AbstractContextManager[None]:
+    """Switch the patches on for a block.
+
+    They stay on after it if they were on before, or while another block, perhaps of another
+    thread, needs them.
+    """
+    return _activation.patched()
 
 
 def activate_by_import() -> None:

@@ -6,7 +6,9 @@ a source checkout without metadata, or be a bare folder that happens to have tha
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -67,7 +69,7 @@ class Package:
             return None
         for name in _VERSION_FILES:
             path = self.root / name
-            found = path.is_file() and _VERSION_LINE.search(path.read_text(encoding="utf-8"))
+            found = path.is_file() and _VERSION_LINE.search(path.read_text(errors="replace"))
             if found:
                 return found.group(1)
         return None
@@ -100,13 +102,21 @@ def parse_version(text: str | None) -> Version | None:
 
 def detect(module: str) -> Package:
     """Look for a top-level module among what can be imported and what is installed."""
-    root, bare = _origin(module)
+    root, stray = _origin(module)
     distributions = tuple(_providers(module))
     problems = []
-    if bare is not None:
+    if stray is not None:
+        kind = "file" if stray.suffix else "bare folder"
         problems.append(
-            f"{bare} is a bare folder named {module}, not an installation: it has no __init__.py. "
-            f"Rename it, or start from another folder, so that the installed {module} is found."
+            f"{stray} is a {kind} named {module}, not an installation: there is no "
+            f"{module}/__init__.py. Rename it, or start from another folder, so that an installed "
+            f"{module} is found."
+        )
+    elif root is None and distributions:
+        listed = ", ".join(f"{d.name} {d.version} in {d.location}" for d in distributions)
+        problems.append(
+            f"{listed}: the metadata says that {module} is installed, but it cannot be found. Its "
+            "files are gone, or an installation was interrupted. Install it again."
         )
     if len(distributions) > 1:
         listed = ", ".join(f"{d.name} {d.version} in {d.location}" for d in distributions)
@@ -126,7 +136,7 @@ def detect(module: str) -> Package:
 
 
 def _origin(module: str) -> tuple[Path | None, Path | None]:
-    """The package's folder, and a bare folder of that name when that is all there is."""
+    """The package's folder, or a file or bare folder of that name that is in its place."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):  # ValueError: a module put into sys.modules by hand
@@ -136,6 +146,8 @@ def _origin(module: str) -> tuple[Path | None, Path | None]:
     if spec.origin is None:
         folders = list(spec.submodule_search_locations or [])
         return None, Path(folders[0]) if folders else None
+    if spec.submodule_search_locations is None:
+        return None, Path(spec.origin)
     return Path(spec.origin).parent, None
 
 
@@ -163,7 +175,10 @@ def _has_file(found: metadata.Distribution, name: str) -> bool:
 
 def _is_editable(found: metadata.Distribution, name: str, module: str) -> bool:
     direct = found.read_text("direct_url.json") or ""
-    return _normalised(name) == _normalised(module) and '"editable"' in direct
+    with contextlib.suppress(ValueError):  # not JSON
+        folder = json.loads(direct).get("dir_info", {})
+        return _normalised(name) == _normalised(module) and folder.get("editable") is True
+    return False
 
 
 def _provides(found: Distribution, root: Path) -> bool:

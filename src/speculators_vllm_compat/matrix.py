@@ -6,6 +6,7 @@ a release that was looked at, and what evidence there is.
 
 from __future__ import annotations
 
+import datetime
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -132,11 +133,22 @@ def parse(text: str, source: str, known_patches: Iterable[str] | None = None) ->
         MatrixError: The text is not valid; the message names the place and what was expected.
     """
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
         raise MatrixError(f"{source} is not YAML: {error}. Mend it.") from error
     reader = _Reader(source, frozenset(known_patches) if known_patches is not None else None)
     return reader.matrix(data)
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that is written twice; YAML would take the last one without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=deep) for key, _ in node.value]
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
+                raise yaml.YAMLError(f"the key {key!r} is written twice{node.start_mark}")
+        return super().construct_mapping(node, deep)
 
 
 class _Reader:
@@ -146,7 +158,7 @@ class _Reader:
 
     def matrix(self, data: Any) -> Matrix:
         top = self._mapping(data, "the file", {"schema", "releases", "cells"})
-        if top["schema"] != SCHEMA:
+        if top["schema"] != SCHEMA or isinstance(top["schema"], bool):
             raise self._error("schema", f"{SCHEMA}", top["schema"])
         releases = tuple(
             self._release(item, f"releases[{index}]")
@@ -202,20 +214,24 @@ class _Reader:
         names = {"date", "device", "largest_difference", "cases", "evidence"}
         fields = self._mapping(item, place, names)
         difference, cases = fields["largest_difference"], fields["cases"]
-        if not isinstance(difference, float):
+        if not isinstance(difference, float) or not 0 <= difference < float("inf"):
             raise self._error(f"{place}.largest_difference", "a number such as 6.0e-6", difference)
-        if not isinstance(cases, int) or cases < 1:
+        if not isinstance(cases, int) or isinstance(cases, bool) or cases < 1:
             raise self._error(f"{place}.cases", "a count of at least 1", cases)
         texts = {k: self._text(fields[k], f"{place}.{k}") for k in ("date", "device", "evidence")}
+        try:
+            datetime.date.fromisoformat(texts["date"])
+        except ValueError as error:
+            raise self._error(f"{place}.date", "a day such as 2026-01-31", texts["date"]) from error
         return Verified(largest_difference=difference, cases=cases, **texts)
 
     def _refuse_overlap(self, releases: tuple[Release, ...]) -> None:
-        for release in releases:
-            holders = [str(o.version) for o in releases if o.covers(release.version)]
-            if holders != [str(release.version)]:
-                raise self._error(
-                    "releases", f"one range to hold {release.version}", ", ".join(holders)
-                )
+        """Each release, and each edge of a range, lies in one range at most."""
+        edges = {Version(s.version) for r in releases for s in r.versions if "*" not in s.version}
+        for version in [*(r.version for r in releases), *sorted(edges)]:
+            holders = [str(o.version) for o in releases if o.covers(version)]
+            if len(holders) > 1:
+                raise self._error("releases", f"one range to hold {version}", ", ".join(holders))
 
     def _mapping(self, value: Any, place: str, keys: set[str]) -> Mapping[str, Any]:
         if not isinstance(value, dict) or set(value) != keys:

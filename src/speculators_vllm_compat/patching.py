@@ -79,6 +79,8 @@ class Patch:
         apply: Binds the adapter, or None for a boundary whose adapter is called by the
             patch named in ``part_of``.
         part_of: The patch that carries this one out.
+        imports: Modules that ``apply`` uses. They are imported beforehand, because ``apply`` runs
+            under a lock and must not wait there for another thread's import.
         depends_on: "pair" when the releases of speculators and vLLM decide, "environment" when
             the transformers release or the device does; the matrix lists only the former.
         removable: When the patch can go.
@@ -94,6 +96,7 @@ class Patch:
     target: str = ""
     apply: Callable[[ModuleType, Ledger], None] | None = None
     part_of: str = ""
+    imports: tuple[str, ...] = ()
     depends_on: Literal["pair", "environment"] = "pair"
 
 
@@ -115,10 +118,11 @@ class Ledger:
         handle = wrapt.wrap_object(owner, name, wrapt.FunctionWrapper, (wrapper, switch))
         self._undo.append(lambda: self._unwrap(owner, name, handle, switch))
 
-    def proxy(self, owner: Any, name: str, factory: Any) -> None:
+    def proxy(self, owner: Any, name: str, factory: type[Proxy]) -> None:
         """Put an object proxy around an attribute that is not only called."""
-        handle = wrapt.wrap_object(owner, name, factory)
-        self._undo.append(lambda: self._unwrap(owner, name, handle, _Switch()))
+        switch = _Switch()
+        handle = wrapt.wrap_object(owner, name, factory, (switch,))
+        self._undo.append(lambda: self._unwrap(owner, name, handle, switch))
 
     def add(self, owner: Any, name: str, value: Any) -> None:
         """Give a name that is gone back to a module or class; refuses to replace one."""
@@ -149,9 +153,18 @@ class Ledger:
         return len(self._undo)
 
     def undo(self, mark: int = 0) -> None:
-        """Take back every change made since a mark, the last one first."""
+        """Take back every change made since a mark, the last one first.
+
+        One that cannot be taken back does not keep the others from it; its error is raised then.
+        """
+        failure: Exception | None = None
         while len(self._undo) > mark:
-            self._undo.pop()()
+            try:
+                self._undo.pop()()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     @staticmethod
     def _unwrap(owner: Any, name: str, handle: Any, switch: _Switch) -> None:
@@ -161,6 +174,27 @@ class Ledger:
         except wrapt.WrapperNotOutermostError:
             # Somebody put their own wrapper over ours. Theirs stays; ours passes through now.
             return
+
+
+class Proxy(wrapt.ObjectProxy[Any]):
+    """An object of which some attributes are others, until it is switched off.
+
+    Args:
+        wrapped: The object.
+        switch: Says whether ``changed`` counts.
+    """
+
+    def __init__(self, wrapped: Any, switch: Callable[[], bool]) -> None:
+        super().__init__(wrapped)
+        self._self_switch = switch
+
+    def changed(self) -> dict[str, Any]:
+        """The attributes that are others, by name."""
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        changed = self.changed() if self._self_switch() else {}
+        return changed[name] if name in changed else getattr(self.__wrapped__, name)
 
 
 class _Switch:

@@ -113,7 +113,16 @@ def _decide(vllm: Package, speculators: Package, transformers: Package) -> Itera
         sources = Sources(
             vllm_tree or SourceTree(speculators.root), speculators_tree, transformers_tree, vllm
         )
-        yield Decision(patch, patch.probe(sources))
+        yield Decision(patch, _probe(patch, sources))
+
+
+def _probe(patch: Patch, sources: Sources) -> Finding:
+    try:
+        return patch.probe(sources)
+    except Exception as error:  # source that cannot be parsed, or that a probe did not foresee
+        where = getattr(error, "filename", None) or str(sources.vllm.root)
+        found = f"{type(error).__name__}: {error}"
+        return Finding(Verdict.UNKNOWN_FORM, found, where, "source that its probe can read")
 
 
 def _disagreement(

@@ -8,6 +8,7 @@ question takes a fraction of one.
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
+_NO_FIELD = re.compile(r"^(typing\.)?ClassVar\b|\bKW_ONLY$")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -63,7 +65,7 @@ class SourceModule:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.text = path.read_text(encoding="utf-8")
+        self.text = path.read_text(encoding="utf-8-sig")
 
     @cached_property
     def _tree(self) -> ast.Module:
@@ -82,13 +84,11 @@ class SourceModule:
         body: list[ast.stmt] = list(_unconditional(self._tree.body))
         found: ast.AST | None = None
         for part in qualname.split("."):
-            found = next(
-                (n for n in body if isinstance(n, _Function | ast.ClassDef) and n.name == part),
-                None,
-            )
-            if found is None:
+            named = [n for n in body if isinstance(n, _Function | ast.ClassDef) and n.name == part]
+            if not named:
                 return None
-            body = found.body
+            found = named[-1]  # the last one counts: those before it are overloads
+            body = named[-1].body
         return found
 
     def line(self, qualname: str) -> int | None:
@@ -100,7 +100,8 @@ class SourceModule:
         node = self.definition(qualname)
         if not isinstance(node, _Function):
             return None
-        method = "." in qualname
+        static = any(ast.unparse(d) == "staticmethod" for d in node.decorator_list)
+        method = "." in qualname and not static
         arguments = node.args
         positional = [*arguments.posonlyargs, *arguments.args]
         first_default = len(positional) - len(arguments.defaults)
@@ -126,6 +127,7 @@ class SourceModule:
             for statement in node.body
             if isinstance(statement, ast.AnnAssign)
             and isinstance(statement.target, ast.Name)
+            and not _NO_FIELD.search(ast.unparse(statement.annotation))
             and _is_init(statement.value)
         )
         return Signature(parameters, False, node.lineno)
@@ -160,10 +162,14 @@ class SourceModule:
 
     def calls(self, function_name: str) -> tuple[Call, ...]:
         """Every call of ``name(...)`` or ``….name(...)`` in the file, in source order."""
-        return tuple(
-            Call(frozenset(k.arg for k in node.keywords if k.arg), len(node.args), node.lineno)
+        found = [
+            node
             for node in ast.walk(self._tree)
             if isinstance(node, ast.Call) and _called(node.func, function_name)
+        ]
+        return tuple(
+            Call(frozenset(k.arg for k in node.keywords if k.arg), len(node.args), node.lineno)
+            for node in sorted(found, key=lambda node: (node.lineno, node.col_offset))
         )
 
 
@@ -191,7 +197,7 @@ class SourceTree:
         """The module of this dotted name below the package, or None when there is no such file."""
         if name not in self._modules:
             base = self.root.joinpath(*name.split("."))
-            candidates = (base.with_name(base.name + ".py"), base / "__init__.py")
+            candidates = (base / "__init__.py", base.with_name(base.name + ".py"))
             path = next((c for c in candidates if c.is_file()), None)
             self._modules[name] = None if path is None else SourceModule(path)
         return self._modules[name]
@@ -215,8 +221,8 @@ def _called(function: ast.expr, name: str) -> bool:
 
 def _field_call(value: ast.expr | None) -> ast.Call | None:
     """The ``field(...)`` or ``Field(...)`` call a default consists of."""
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-        return value if value.func.id in {"field", "Field"} else None
+    if isinstance(value, ast.Call) and ast.unparse(value.func).split(".")[-1] in {"field", "Field"}:
+        return value
     return None
 
 
@@ -224,7 +230,8 @@ def _is_required(value: ast.expr | None) -> bool:
     call = _field_call(value)
     if call is None:
         return value is None
-    return not call.args and not {"default", "default_factory"} & {k.arg for k in call.keywords}
+    no_default = not call.args or ast.unparse(call.args[0]) == "..."  # pydantic's Field(...)
+    return no_default and not {"default", "default_factory"} & {k.arg for k in call.keywords}
 
 
 def _is_init(value: ast.expr | None) -> bool:
@@ -239,13 +246,16 @@ def _unconditional(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements of a module, looking into ``if`` and ``try`` but not ``if TYPE_CHECKING``."""
     for statement in body:
         if isinstance(statement, ast.If):
-            if "TYPE_CHECKING" not in ast.unparse(statement.test):
+            test = ast.unparse(statement.test)
+            if "TYPE_CHECKING" not in test or test.startswith("not "):
                 yield from _unconditional(statement.body)
             yield from _unconditional(statement.orelse)
         elif isinstance(statement, ast.Try):
             yield from _unconditional(statement.body)
             for handler in statement.handlers:
                 yield from _unconditional(handler.body)
+            yield from _unconditional(statement.orelse)
+            yield from _unconditional(statement.finalbody)
         else:
             yield statement
 
@@ -259,7 +269,8 @@ def _bindings(body: list[ast.stmt]) -> Iterator[tuple[str, int]]:
                 yield (alias.asname or alias.name.split(".")[0]), statement.lineno
         elif isinstance(statement, ast.Assign):
             for target in statement.targets:
-                if isinstance(target, ast.Name):
-                    yield target.id, statement.lineno
+                for name in ast.walk(target):
+                    if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store):
+                        yield name.id, statement.lineno
         elif isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             yield statement.target.id, statement.lineno

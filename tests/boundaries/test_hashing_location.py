@@ -8,18 +8,16 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 import pytest
 
+import speculators_vllm_compat
 from cell import patched, unpatched
 from speculators_vllm_compat.detect import Package
 from speculators_vllm_compat.patching import Ledger, Sources, Verdict
 from speculators_vllm_compat.source import SourceTree
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 _FUNCTION = "import math\n\n\ndef get_hash_fn_by_name(hash_fn_name):\n    return hash_fn_name\n"
 _OLDER = {"utils/__init__.py": _FUNCTION}
@@ -52,7 +50,9 @@ def _run(folder: Path, files: dict[str, str], script: str, mode: str = "off") ->
     package = {"__init__.py": "", "data_generation/__init__.py": ""}
     module = {"data_generation/vllm_hidden_states_generator.py": _GENERATOR}
     _write(folder / "speculators", {**package, **module})
-    environment = {**os.environ, "PYTHONPATH": str(folder), "SPECULATORS_VLLM_COMPAT": mode}
+    ours = Path(speculators_vllm_compat.__file__).parents[1]
+    path = os.pathsep.join([str(folder), str(ours)])
+    environment = {**os.environ, "PYTHONPATH": path, "SPECULATORS_VLLM_COMPAT": mode}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         env=environment,

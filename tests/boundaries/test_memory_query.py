@@ -197,7 +197,8 @@ def test_applied_by_hand_to_both_forms(patch_named):
 
 def test_declined_on_a_build_with_an_accelerator(tmp_path, patch_named):
     """Never needed there, so never applied: the plan applies what its probe asks for only."""
-    text = Path(sys.modules[GENERATOR].__file__).read_text(encoding="utf-8")
+    with unpatched() as module:
+        text = Path(module.__file__).read_text(encoding="utf-8")
     sources = _sources(tmp_path, text, "vllm==0.29.0")
     finding = patch_named("memory_query").probe(sources)
     assert finding.verdict is Verdict.NOT_NEEDED

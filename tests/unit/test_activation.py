@@ -119,11 +119,15 @@ def test_failure_in_the_last_module_undoes_the_first_ones_patches(packages):
         print(module.Request is vllm.api.Request, module.Scheduler is vllm.api.Scheduler)
         print(CUSTOM_WORKER in sys.modules)
         FAIL.clear()
-        load_worker()
-        print(module.Request())
+        print(load().Request(), load_worker().HiddenStatesWorkerExtension())
         """,
     )
-    assert out.splitlines() == ["injected", "True True", "False", "('Request', 'patched')"]
+    assert out.splitlines() == [
+        "injected",
+        "True True",
+        "False",
+        "('Request', 'patched') ('HiddenStatesWorkerExtension', 'patched')",
+    ]
 
 
 def test_failure_of_apply_by_hand_switches_off(packages):

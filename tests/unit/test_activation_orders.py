@@ -159,7 +159,6 @@ def test_threads_import_while_others_switch(tmp_path):
 
 
 def test_patched_in_two_threads(tmp_path):
-    # Known bug: whoever switched the patches on takes them from under the others.
     code = """
         compat.revert()
         load()

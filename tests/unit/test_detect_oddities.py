@@ -60,7 +60,6 @@ def test_bare_folder_before_an_installation_is_passed_over(tmp_path):
 
 
 def test_file_that_shadows_an_installation(tmp_path):
-    # Known bug: the folder of a module vllm.py is taken for the package's, and nothing is said.
     installed(tmp_path / "site")
     (tmp_path / "work").mkdir()
     (tmp_path / "work/vllm.py").write_text("")
@@ -69,7 +68,6 @@ def test_file_that_shadows_an_installation(tmp_path):
 
 
 def test_metadata_without_the_module(tmp_path):
-    # Known bug: half an installation, as an interrupted one leaves it, is reported by nobody.
     distribution(tmp_path / "site", "vllm", "0.16.0", ["vllm/__init__.py"])
     found = detected(tmp_path / "site")
     assert found["text"] == "no vllm"
@@ -112,7 +110,6 @@ def test_two_distributions_leave_the_version_to_the_source(tmp_path):
         (_EDITABLE, ["vllm"]),
         (None, []),
         ('{"archive_info": {}, "url": "file:///vllm.whl"}', []),
-        # Known bug: the word is looked for, not its value.
         ('{"dir_info": {"editable": false}, "url": "file:///src"}', []),
     ],
 )

@@ -32,7 +32,9 @@ def attempt(function, *arguments):
 
 FILES = {
     "pack/__init__.py": "",
-    "pack/inner.py": "import builtins\nbuiltins.runs = getattr(builtins, 'runs', 0) + 1\nVALUE = 1\n",
+    "pack/inner.py": (
+        "import builtins\nbuiltins.runs = getattr(builtins, 'runs', 0) + 1\nVALUE = 1\n"
+    ),
     "pack/outer.py": "import pack.inner\nVALUE = 2\n",
     "pack/data.txt": "data",
     "pack/broken.py": "1 / 0\n",
@@ -52,7 +54,8 @@ def execute(folder, code: str, prelude: str = SETUP, **variables: str) -> list[s
 def test_before_runs_ahead_of_the_code_and_after_behind_it(tmp_path):
     code = """
         def before(name):
-            events.append((name, hasattr(sys.modules[name], "VALUE"), sys.modules[name].__file__[-8:]))
+            module = sys.modules[name]
+            events.append((name, hasattr(module, "VALUE"), module.__file__[-8:]))
         def after(name):
             events.append((name, sys.modules[name].VALUE))
         hooks_for("pack.inner", before=before, after=after)
@@ -157,7 +160,8 @@ def test_modules_do_not_show_the_hooks(tmp_path):
         hooks_for("pack", "pack.inner")
         import pack.inner
         assert {k: type(v).__name__ for k, v in vars(pack.inner).items()} == plain
-        assert (pack.inner.__spec__.origin, pack.inner.__spec__.cached) == (spec.origin, spec.cached)
+        assert pack.inner.__spec__.origin == spec.origin
+        assert pack.inner.__spec__.cached == spec.cached
         assert pack.inner.__spec__.loader is pack.inner.__loader__
         import importlib.resources, inspect, pkgutil
         print(importlib.resources.files("pack").joinpath("data.txt").read_text())
@@ -235,7 +239,8 @@ def test_removal(tmp_path):
 def test_two_hooks_at_once(tmp_path):
     code = """
         hooks_for("pack.inner")
-        hooks_for("pack.inner", before=lambda n: events.append("b"), after=lambda n: events.append("a"))
+        tell = lambda word: lambda name: events.append(word)
+        hooks_for("pack.inner", before=tell("b"), after=tell("a"))
         import pack.inner
         print(events, type(pack.inner.__loader__).__name__)
         """
@@ -270,7 +275,7 @@ def test_threads_wait_for_a_hook_that_is_slow(tmp_path):
             time.sleep(0.2)
             sys.modules[name].patched = True
             events.append(name)
-        hooks_for("pack.inner", "pack.outer", after=after)
+        hooks_for("pack.inner", "pack.outer", before=len, after=after)
         found = []
         def work(name):
             found.append(importlib.import_module(name).patched)

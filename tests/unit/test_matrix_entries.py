@@ -175,7 +175,6 @@ _NUMBER, _COUNT = "a number such as 6.0e-6", "a count of at least 1"
         ((*_VERIFIED, "cases"), 3.0, _COUNT),
         ((*_VERIFIED, "device"), [], _TEXT),
         ((*_VERIFIED, "evidence"), "", _TEXT),
-        # Known bugs, from here on: these are accepted.
         (("schema",), True, "1"),
         ((*_VERIFIED, "cases"), True, _COUNT),
         ((*_VERIFIED, "largest_difference"), float("nan"), _NUMBER),
@@ -204,19 +203,16 @@ def test_unknown_patches_are_all_named():
 
 
 def test_date_that_is_no_day():
-    # Known bug: the date is documented as ISO 8601, and not checked.
     assert "cells[0].verified[0].date" in message_of(changed((*_VERIFIED, "date"), "yesterday"))
 
 
 def test_key_written_twice():
-    # Known bug: YAML's last one wins without a word, such as a second list of patches.
     text = yaml.safe_dump(VALID).replace("  vllm: 0.16.0", "  vllm: 0.16.0\n  vllm: 0.16.0")
     assert text.count("vllm:") == 2
     assert "vllm" in message_of(text)
 
 
 def test_ranges_that_overlap_between_their_releases():
-    # Known bug: only the releases' own versions are tried, so 0.16.9 belongs to two of these.
     second = {**VALID["releases"][0], "version": "0.17.0", "versions": ">=0.16.5,<0.18.0.dev0"}
     text = changed(("releases",), [VALID["releases"][0], second])
     assert message_of(text).startswith("m.yaml: releases: expected one range to hold ")

@@ -7,7 +7,7 @@ import types
 import pytest
 import wrapt
 
-from speculators_vllm_compat.patching import Ledger
+from speculators_vllm_compat.patching import Ledger, Proxy
 
 
 class Owner:
@@ -103,16 +103,19 @@ def test_a_replaced_attribute_is_not_touched(module):
 
 
 def test_proxy(module):
-    class Proxy(wrapt.ObjectProxy):
-        def extra(self):
-            return "extra"
+    class Extra(Proxy):
+        def changed(self):
+            return {"extra": lambda: "extra", "from_bytes": len}
 
     original = module.kind
     ledger = Ledger()
-    ledger.proxy(module, "kind", Proxy)
-    assert (module.kind.extra(), module.kind.from_bytes(b"\x07", "big")) == ("extra", 7)
+    ledger.proxy(module, "kind", Extra)
+    assert (module.kind.extra(), module.kind.from_bytes(b"\x07")) == ("extra", 1)
+    assert module.kind.__name__ == "int"
+    held = module.kind
     ledger.undo()
     assert module.kind is original
+    assert held.from_bytes(b"\x07", "big") == 7  # whoever kept it has the original's behaviour
 
 
 def test_add(module):

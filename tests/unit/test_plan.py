@@ -169,8 +169,8 @@ def test_a_carried_out_patch_is_part_of_another(tmp_path):
 
 
 def test_a_patch_whose_carrier_is_skipped_is_not_part_of_it(tmp_path):
-    # Known bug: status() says "part of request" although nothing carries it out.
-    code = """
+    code = f"""
+        expect(*{NEEDED}, "carried")
         carried = Patch(
             id="carried", summary="s", why="w", upstream="u", process="driver", removable="r",
             probe=probe, part_of="request",

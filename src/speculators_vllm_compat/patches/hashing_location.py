@@ -39,6 +39,8 @@ def probe(sources: Sources) -> Finding:
 
 
 def apply(module: types.ModuleType, ledger: Ledger) -> None:
+    if "vllm.utils.hashing" in sys.modules:  # somebody has mended it by hand
+        return
     hashing = types.ModuleType("vllm.utils.hashing", __doc__)
     hashing.get_hash_fn_by_name = getattr(module, _NAME)  # type: ignore[attr-defined]
     ledger.add_item(sys.modules, "vllm.utils.hashing", hashing)

@@ -62,6 +62,7 @@ PATCH = Patch(
     process="both",
     probe=probe,
     target=f"vllm.{_HOME}",
+    imports=(f"vllm.{_NEW_HOME}",),
     apply=apply,
     removable="when no supported speculators imports them",
 )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import wrapt
-
-from ..patching import GENERATOR, Finding, Ledger, Patch, Sources
+from ..patching import GENERATOR, Finding, Ledger, Patch, Proxy, Sources
 from ..probing import absent, at, needed, not_needed, unknown
 
 if TYPE_CHECKING:
@@ -21,19 +19,18 @@ def host_memory() -> tuple[int, int]:
     return memory.available, memory.total
 
 
-class _Cuda(wrapt.ObjectProxy[Any]):
+class _Cuda(Proxy):
     """torch.cuda, as the generator's module sees it on a machine without one."""
 
-    def mem_get_info(self, *_args: Any, **_kwargs: Any) -> tuple[int, int]:
-        return host_memory()
+    def changed(self) -> dict[str, Any]:
+        return {"mem_get_info": lambda *_args, **_kwargs: host_memory()}
 
 
-class _Torch(wrapt.ObjectProxy[Any]):
+class _Torch(Proxy):
     """torch, as the generator's module sees it; everything but cuda.mem_get_info is torch's own."""
 
-    @property
-    def cuda(self) -> _Cuda:
-        return _Cuda(self.__wrapped__.cuda)
+    def changed(self) -> dict[str, Any]:
+        return {"cuda": _Cuda(self.__wrapped__.cuda, self._self_switch)}
 
 
 def probe(sources: Sources) -> Finding:

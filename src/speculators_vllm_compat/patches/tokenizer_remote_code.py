@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import wrapt
-
-from ..patching import GENERATOR, Finding, Ledger, Patch, Sources
+from ..patching import GENERATOR, Finding, Ledger, Patch, Proxy, Sources
 from ..probing import absent, at, needed, not_needed
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 
-class _TrustingTokenizer(wrapt.ObjectProxy[Any]):
+class _TrustingTokenizer(Proxy):
     """AutoTokenizer that trusts the model's code, as the generator trusts it for the config."""
 
-    def from_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def changed(self) -> dict[str, Any]:
+        return {"from_pretrained": self._trusting}
+
+    def _trusting(self, *args: Any, **kwargs: Any) -> Any:
         kwargs.setdefault("trust_remote_code", True)
         return self.__wrapped__.from_pretrained(*args, **kwargs)
 
