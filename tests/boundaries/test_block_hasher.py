@@ -120,7 +120,7 @@ def test_probe_of_other_releases(tmp_path, patch_named, release, generator):
             {"build": _BUILD.replace("{}", "{}, world_size")},
             f"{_UTILS}:1",
             "requires world_size",
-            "(block size, hash function)",
+            "(block_size or hash_block_size, caching_hash_fn)",
         ),
         (
             {"build": _BUILD.replace("_request_", "_")},
@@ -158,8 +158,6 @@ def test_module_gone(tmp_path, patch_named):
     ["vllm_config", "", "*, block_size, caching_hash_fn", "caching_hash_fn, block_size"],
 )
 def test_drifted_parameters(tmp_path, patch_named, parameters):
-    # Fails: the probe compares the first two parameters with themselves, so it says "needed" of
-    # forms that build_block_hasher's call of (block size, hash function) does not fit.
     sources = _sources(tmp_path, (parameters, _HASHING), _OMITS)
     finding = patch_named("block_hasher").probe(sources)
     assert finding.verdict is Verdict.UNKNOWN_FORM

@@ -195,8 +195,7 @@ def test_a_module_that_is_there_is_never_replaced(patch_named):
     vllm.utils.get_hash_fn_by_name = hashing.get_hash_fn_by_name  # as where both have it
     ledger = Ledger()
     try:
-        with pytest.raises(KeyError, match="only a missing entry is added"):
-            patch_named("hashing_location").apply(vllm.utils, ledger)
+        patch_named("hashing_location").apply(vllm.utils, ledger)
     finally:
         del vllm.utils.get_hash_fn_by_name
     assert len(ledger) == 0

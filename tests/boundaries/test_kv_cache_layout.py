@@ -90,7 +90,7 @@ def test_probe_of_other_releases(tmp_path, patch_named, files, verdict, line):
         (_BACKENDS, ("=None)", "=None, *, world_size)"), 3, "requires world_size", "vllm_config"),
         (_BACKENDS, ("def resolve_kv", "def choose_kv"), None, "no resolve_kv_", "resolve_kv_"),
         (_BACKENDS, None, None, "no such file", "resolve_kv_cache_layout"),
-        (_EXECUTOR, ("layout_name", "layout_name, rank"), 3, "rank", "interleave size"),
+        (_EXECUTOR, ("layout_name", "layout_name, rank"), 3, "rank", "cp_kv_cache_interleave_size"),
         (_EXECUTOR, ("def set_kv", "def publish_kv"), None, "set_kv_cache_layout", "set_kv_"),
         (_EXECUTOR, ("def get_supp", "def ask_supp"), None, "kv_cache_layout", "kv_cache_layout"),
         (_EXECUTOR, None, None, "no such file", "set_kv_cache_layout"),
@@ -117,9 +117,6 @@ def test_drifted_form(tmp_path, patch_named, file, change, line, found, expected
     ],
 )
 def test_drifted_form_of_the_executors_methods(tmp_path, patch_named, before, after):
-    # Fails: the probe says "needed" of these three, whose call by settle_layout then raises
-    # TypeError in the constructor. It looks at what follows the first parameter of
-    # set_kv_cache_layout only, and not at all at get_supported_kv_cache_layouts' parameters.
     files = {**_0_29, _EXECUTOR: _PUBLISH.replace(before, after)}
     finding = patch_named("kv_cache_layout").probe(_sources(tmp_path, files))
     assert finding.verdict is Verdict.UNKNOWN_FORM

@@ -81,8 +81,6 @@ def test_drifted_form(tmp_path, patch_named, field, call):
 
 @pytest.mark.parametrize("field", ["enable_prefix_caching: bool", "prefix_caching: bool = True"])
 def test_a_missing_default_is_not_called_none(tmp_path, patch_named, field):
-    # Fails: the message says "found enable_prefix_caching defaults to None; expected True, None
-    # or False" of a field that has no default or is gone.
     finding = patch_named("prefix_caching").probe(_sources(tmp_path, field, _SILENT))
     assert "defaults to None" not in finding.found
 

@@ -38,8 +38,12 @@ def probe(sources: Sources) -> Finding:
     signature = module.function("get_request_block_hasher") if module else None
     if module is None or signature is None:
         return absent(sources.vllm, _KV_UTILS, "get_request_block_hasher")
-    if problem := unfit(signature, signature.names[:2]):
-        return unknown(problem, at(module, signature.line), "(block size, hash function)")
+    size, *rest = [p.name for p in signature.parameters if not p.keyword_only] or [""]
+    known = size in {"block_size", "hash_block_size"} and rest[:1] == ["caching_hash_fn"]
+    if not known or unfit(signature, {size, "caching_hash_fn"}):
+        where = at(module, signature.line)
+        problem = unfit(signature, {size, "caching_hash_fn"}) or str(signature)
+        return unknown(problem, where, "(block_size or hash_block_size, caching_hash_fn)")
     located = locate(sources)
     if isinstance(located, Finding):
         return located

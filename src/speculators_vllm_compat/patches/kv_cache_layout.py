@@ -49,9 +49,12 @@ def probe(sources: Sources) -> Finding:
     ask = executor.function("Executor.get_supported_kv_cache_layouts") if executor else None
     if executor is None or publish is None or ask is None:
         return absent(sources.vllm, "v1.executor.abstract", "Executor.set_kv_cache_layout")
-    if publish.names[1:] not in ((), ("cp_kv_cache_interleave_size",)):
-        where = at(executor, publish.line)
-        return unknown(str(publish), where, "(layout_name) or (layout_name, interleave size)")
+    positional = tuple(p.name for p in publish.parameters if not p.keyword_only)
+    one, two = ("layout_name",), ("layout_name", "cp_kv_cache_interleave_size")
+    if positional not in (one, two) or positional != publish.names:
+        return unknown(str(publish), at(executor, publish.line), f"({one[0]}) or {two}")
+    if ask.required:
+        return unknown(str(ask), at(executor, ask.line), "get_supported_kv_cache_layouts()")
     return needed("a layout must be settled before a cache is planned", at(cache, gate))
 
 

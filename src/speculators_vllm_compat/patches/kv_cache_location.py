@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..patching import Finding, Ledger, Patch, Sources
 from ..probing import absent, at, needed, not_needed
@@ -48,10 +48,13 @@ def probe(sources: Sources) -> Finding:
 
 
 def apply(module: ModuleType, ledger: Ledger) -> None:
-    planning = importlib.import_module(f"vllm.{_NEW_HOME}")
-    for name in _NAMES:
-        if not hasattr(module, name):
-            ledger.add(module, name, getattr(planning, name))
+    # Looked up when asked for: the new module imports this one, so it may not be complete yet.
+    def moved(name: str) -> Any:
+        if name in _NAMES:
+            return getattr(importlib.import_module(f"vllm.{_NEW_HOME}"), name)
+        raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+
+    ledger.add(module, "__getattr__", moved)
 
 
 PATCH = Patch(
@@ -62,7 +65,6 @@ PATCH = Patch(
     process="both",
     probe=probe,
     target=f"vllm.{_HOME}",
-    imports=(f"vllm.{_NEW_HOME}",),
     apply=apply,
     removable="when no supported speculators imports them",
 )

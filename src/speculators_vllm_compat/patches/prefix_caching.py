@@ -19,7 +19,10 @@ def probe(sources: Sources) -> Finding:
     where = at(module, fields.line)
     default = module.field_default("CacheConfig", "enable_prefix_caching")
     if default not in {"True", "None", "False"}:
-        return unknown(f"enable_prefix_caching defaults to {default}", where, "True, None or False")
+        found = f"enable_prefix_caching with the default {default}"
+        if default is None:
+            found = "no default of enable_prefix_caching"
+        return unknown(found, where, "True, None or False")
     generator = sources.generator
     calls = generator.calls("CacheConfig") if generator else ()
     if any("enable_prefix_caching" in call.keywords for call in calls):
