@@ -16,7 +16,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,14 +76,18 @@ def test(cells: Sequence[str], rest: Sequence[str]) -> int:
             print(f"== {name}", flush=True)
             if subprocess.run(command, cwd=REPOSITORY, check=False).returncode:
                 broken.append(name)
-        if pytest([sys.executable], dict(os.environ), ["tests/unit", *rest], counts):
+        unit = ["tests/unit", *rest]
+        if pytest([sys.executable], dict(os.environ), unit, counts, "tests/unit"):
             broken.append("tests/unit")
-    for cell in cells or EVERYDAY:
-        print(f"== {cell}", flush=True)
-        python, variables = environment(cell)
-        folders = ["tests/boundaries", "tests/process", "tests/values"]
-        if pytest([python], variables, [*folders, *rest], counts):
-            broken.append(cell)
+    # Two at a time: much of a run is one process waiting for another. Environments first.
+    prepared = [(cell, *environment(cell)) for cell in cells or EVERYDAY]
+    folders = ["tests/boundaries", "tests/process", "tests/values"]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        runs = [
+            pool.submit(pytest, [python], variables, [*folders, *rest], counts, cell)
+            for cell, python, variables in prepared
+        ]
+    broken += [cell for (cell, *_), run in zip(prepared, runs, strict=True) if run.result()]
     print(f"broken: {', '.join(broken)}" if broken else "all of them passed")
     # A check that is no test counts as one here, so that the closing line tells the whole truth.
     print(
@@ -115,7 +121,7 @@ def evidence(cells: Sequence[str], rest: Sequence[str]) -> int:
         python, variables = environment(cell)
         target = REPOSITORY / "evidence" / f"{cell.replace('/', '-')}-cpu.json"
         variables["VALUES_EVIDENCE"] = str(target)
-        status |= pytest([python], variables, ["tests/values", *rest], Counts())
+        status |= pytest([python], variables, ["tests/values", *rest], Counts(), cell)
     return status
 
 
@@ -133,31 +139,35 @@ def environment(cell: str) -> tuple[str, dict[str, str]]:
 
 
 def pytest(
-    python: Sequence[str], variables: dict[str, str], arguments: Sequence[str], counts: Counts
+    python: Sequence[str],
+    variables: dict[str, str],
+    arguments: Sequence[str],
+    counts: Counts,
+    name: str,
 ) -> int:
     """Run pytest in a process group of its own, so that no worker of vLLM outlives it."""
-    process = subprocess.Popen(
-        [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
-        cwd=REPOSITORY,
-        env={**variables, "SPECULATORS_VLLM_COMPAT": "off"},
-        stdout=(log := (environments.HOME / "pytest.log").open("w+")),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    try:
-        status = process.wait(TIME_LIMIT)
-    except subprocess.TimeoutExpired:
-        status = 1
-        print(f"stopped after {TIME_LIMIT} s", flush=True)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    with log:
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [*python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+            cwd=REPOSITORY,
+            env={**variables, "SPECULATORS_VLLM_COMPAT": "off"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(TIME_LIMIT)
+        except subprocess.TimeoutExpired:
+            status = 1
+            name += f", stopped after {TIME_LIMIT} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         log.seek(0)
         output = log.read()
     counts.add(output)
-    shown = output if status else "\n".join(output.strip().splitlines()[-12:])
-    print(shown[-60_000:], flush=True)
+    shown = output if status else "\n".join(output.strip().splitlines()[-30:])
+    print(f"== {name}\n{shown[-60_000:]}", flush=True)
     return status
 
 

@@ -146,6 +146,10 @@ def engine(
         if budget is not None:
             module.MIN_MAX_BATCHED_TOKENS = budget
         if generator is not None:
+            for worker in generator.executor.workers:
+                # A forked worker of 0.16 holds both ends of the pipe that would tell it to end;
+                # vLLM waits four seconds before it terminates it.
+                worker.proc.terminate()
             generator.executor.shutdown()
 
 

@@ -10,6 +10,10 @@ import pytest
 # Tests switch the patches on and off themselves.
 os.environ.setdefault("SPECULATORS_VLLM_COMPAT", "off")
 
+# Where vLLM looks for a free port to rendezvous at. Left to itself it takes one from the system's
+# ephemeral range and lets go of it, and now and then somebody else has it by the time it listens.
+os.environ.setdefault("VLLM_PORT", str(20000 + os.getpid() % 100 * 100))
+
 _NEEDS_VLLM = ("boundaries", "values", "process")
 
 
