@@ -79,15 +79,8 @@ def test(cells: Sequence[str], rest: Sequence[str]) -> int:
         unit = ["tests/unit", *rest]
         if pytest([sys.executable], dict(os.environ), unit, counts, "tests/unit"):
             broken.append("tests/unit")
-    # Two at a time: much of a run is one process waiting for another. Environments first.
-    prepared = [(cell, *environment(cell)) for cell in cells or EVERYDAY]
     folders = ["tests/boundaries", "tests/process", "tests/values"]
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        runs = [
-            pool.submit(pytest, [python], variables, [*folders, *rest], counts, cell)
-            for cell, python, variables in prepared
-        ]
-    broken += [cell for (cell, *_), run in zip(prepared, runs, strict=True) if run.result()]
+    broken += in_cells(cells or EVERYDAY, [*folders, *rest], counts)
     print(f"broken: {', '.join(broken)}" if broken else "all of them passed")
     # A check that is no test counts as one here, so that the closing line tells the whole truth.
     print(
@@ -115,14 +108,32 @@ def matrix(_cells: Sequence[str], rest: Sequence[str]) -> int:
 
 
 def evidence(cells: Sequence[str], rest: Sequence[str]) -> int:
-    status = 0
-    for cell in cells or EVERYDAY:
-        print(f"== {cell}", flush=True)
-        python, variables = environment(cell)
-        target = REPOSITORY / "evidence" / f"{cell.replace('/', '-')}-cpu.json"
-        variables["VALUES_EVIDENCE"] = str(target)
-        status |= pytest([python], variables, ["tests/values", *rest], Counts(), cell)
-    return status
+    return int(bool(in_cells(cells or EVERYDAY, ["tests/values", *rest], Counts(), write=True)))
+
+
+def in_cells(
+    cells: Sequence[str], arguments: Sequence[str], counts: Counts, write: bool = False
+) -> list[str]:
+    """Run pytest in the environments of pairs; returns those that failed.
+
+    Args:
+        cells: The pairs.
+        arguments: For pytest.
+        counts: What the runs close with is added to it.
+        write: Whether runs that pass write their evidence.
+    """
+    prepared = [(cell, *environment(cell)) for cell in cells]
+    if write:
+        for cell, _, variables in prepared:
+            target = REPOSITORY / "evidence" / f"{cell.replace('/', '-')}-cpu.json"
+            variables["VALUES_EVIDENCE"] = str(target)
+    # Two at a time: much of a run is one process waiting for another.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        runs = [
+            pool.submit(pytest, [python], variables, arguments, counts, cell)
+            for cell, python, variables in prepared
+        ]
+    return [cell for (cell, *_), run in zip(prepared, runs, strict=True) if run.result()]
 
 
 def environment(cell: str) -> tuple[str, dict[str, str]]:
