@@ -99,12 +99,13 @@ class Activation:
     def apply(self) -> None:
         with self._lock:
             self._blocks = 0
+            hooked = self._active
             self._active = True
             os.environ[DRIVER] = str(os.getpid())
             self._hooks.install()  # first, so that no import slips through from here on
         # What follows is done by every caller, so that none returns before another is ready.
         try:
-            present = _present()
+            present = _present(hooked)
             with self._lock:
                 self._loaded |= present
                 if _ROOT in self._loaded and self._plan is None:
@@ -113,7 +114,8 @@ class Activation:
             with self._lock:
                 self._advance()
         except BaseException:
-            self.revert()
+            if not hooked:
+                self.revert()
             raise
 
     def revert(self) -> None:
@@ -275,21 +277,26 @@ def _together(plan: Plan) -> CompatError:
     return CompatError(f"{plan}: {len(plan.problems)} problems\n{lines}")
 
 
-def _present() -> set[str]:
+def _present(hooked: bool) -> set[str]:
     """The watched modules that are imported, after waiting for imports other threads are in.
 
+    Args:
+        hooked: Whether the hooks were there before, and so see the end of imports under way.
+
     Raises:
-        ConfigurationError: One is being imported by this very thread, so that its code would go
-            on after the patches.
+        ConfigurationError: They were not, and this very thread is importing one: its code would
+            go on after the patches.
     """
     present = {name for name in _WATCHED if sys.modules.get(name) is not None}
-    for name in present:
+    for name in sorted(present):
         spec = importlib.import_module(name).__spec__
         if getattr(spec, "_initializing", False):
-            raise ConfigurationError(
-                f"apply() was called while {name} is being imported, by code that it imports; "
-                "expected before or after. Import speculators_vllm_compat first."
-            )
+            present.discard(name)
+            if not hooked:
+                raise ConfigurationError(
+                    f"apply() was called while {name} is being imported, by code that it imports; "
+                    "expected before or after. Import speculators_vllm_compat first."
+                )
     return present
 
 

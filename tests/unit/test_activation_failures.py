@@ -381,6 +381,19 @@ def test_apply_within_the_import_of_a_target(tmp_path):
     assert out == "ConfigurationError True (False, False, 0)\n"
 
 
+def test_apply_again_within_the_import_of_a_target(tmp_path):
+    """As vLLM's plugin loader may: the hooks see the end of that import."""
+    generator = """\
+        import speculators_vllm_compat
+        speculators_vllm_compat.apply()
+        from vllm.api import Request, Scheduler
+        class VllmHiddenStatesGenerator:
+            def generate(self): ...
+        """
+    files = {"speculators/data_generation/vllm_hidden_states_generator.py": generator}
+    assert execute(tmp_path, "print(all(patched()))", files) == "True\n"
+
+
 def test_revert_within_the_import_of_a_target(tmp_path):
     generator = """\
         import speculators_vllm_compat

@@ -58,6 +58,7 @@ PATCH = Patch(
     process="driver",
     probe=probe,
     target=GENERATOR,
+    imports=("speculators_vllm_compat.loop",),
     apply=apply,
     removable="never, as long as those releases are supported",
 )

@@ -42,6 +42,7 @@ PATCH = Patch(
     process="both",
     probe=probe,
     target="transformers.configuration_utils",
+    imports=("torch",),
     apply=apply,
     depends_on="environment",
     removable="when speculators no longer mixes pydantic models with PreTrainedConfig",
