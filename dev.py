@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 REPOSITORY = Path(__file__).resolve().parent
 sys.path.insert(0, str(REPOSITORY / "tools"))
@@ -127,13 +128,23 @@ def in_cells(
         for cell, _, variables in prepared:
             target = REPOSITORY / "evidence" / f"{cell.replace('/', '-')}-cpu.json"
             variables["VALUES_EVIDENCE"] = str(target)
-    # Two at a time: much of a run is one process waiting for another.
+    # Two at a time, each bound to a core of its own: a worker of vLLM that waits for its next
+    # call keeps its core busy.
+    cores: SimpleQueue[int] = SimpleQueue()
+    for core in range(2):
+        cores.put(core % (os.cpu_count() or 1))
+
+    def run(cell: str, python: str, variables: dict[str, str]) -> int:
+        core = cores.get()
+        try:
+            bound = {**variables, "VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
+            return pytest([python], bound, arguments, counts, cell)
+        finally:
+            cores.put(core)
+
     with ThreadPoolExecutor(max_workers=2) as pool:
-        runs = [
-            pool.submit(pytest, [python], variables, arguments, counts, cell)
-            for cell, python, variables in prepared
-        ]
-    return [cell for (cell, *_), run in zip(prepared, runs, strict=True) if run.result()]
+        failed = list(pool.map(lambda entry: run(*entry), prepared))
+    return [cell for (cell, *_), status in zip(prepared, failed, strict=True) if status]
 
 
 def environment(cell: str) -> tuple[str, dict[str, str]]:
