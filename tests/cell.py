@@ -12,6 +12,7 @@ from typing import Any
 
 import speculators_vllm_compat
 import tiny_models
+from speculators_vllm_compat import matrix
 from speculators_vllm_compat.detect import detect
 from speculators_vllm_compat.patching import GENERATOR, GENERATOR_CLASS
 
@@ -27,7 +28,14 @@ def speculators_version() -> str:
 
 
 def vllm_version() -> str:
-    return detect("vllm").version_text or ""
+    return str(detect("vllm").version.base_version)
+
+
+def environment() -> tuple[str, ...]:
+    """What the matrix says this environment is made of; () for a release it does not list."""
+    installed = detect("vllm").version
+    releases = matrix.load().releases
+    return next((r.environment for r in releases if installed and r.covers(installed)), ())
 
 
 def is_0_3() -> bool:

@@ -14,6 +14,10 @@ os.environ.setdefault("SPECULATORS_VLLM_COMPAT", "off")
 # ephemeral range and lets go of it, and now and then somebody else has it by the time it listens.
 os.environ.setdefault("VLLM_PORT", str(20000 + os.getpid() % 100 * 100))
 
+# One release's CPU worker refuses to start unless these faster allocator and thread libraries are
+# named here; values do not depend on them, so it is named what the loader then ignores.
+os.environ.setdefault("LD_PRELOAD", "libtcmalloc_none.so:libiomp_none.so")
+
 _NEEDS_VLLM = ("boundaries", "values", "process")
 
 

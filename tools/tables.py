@@ -14,16 +14,19 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import yaml
+from packaging.version import Version
 
+import matrix_file
+import picture
 from speculators_vllm_compat import matrix
 from speculators_vllm_compat.patches import PATCHES
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-MATRIX = REPOSITORY / "compat_matrix.yaml"
+MATRIX = matrix_file.PATH
 BEGIN, END = "<!-- generated: {} -->", "<!-- end of generated: {} -->"
 
 
@@ -48,41 +51,46 @@ def read_evidence() -> dict[tuple[str, str], list[dict[str, Any]]]:
     return found
 
 
-def with_verified(text: str) -> str:
-    """The matrix with `verified` as the evidence has it; everything above `cells:` is kept."""
-    head, _, _ = text.partition("\ncells:")
+def with_verified() -> str:
+    """The matrix with `verified` as the evidence has it."""
+    head, data = matrix_file.read()
     evidence = read_evidence()
-    lines = ["cells:"]
-    for cell in yaml.safe_load(text)["cells"]:
-        lines += [f'  - speculators: "{cell["speculators"]}"', f'    vllm: "{cell["vllm"]}"']
-        lines += ["    patches:", *(f"      - {patch}" for patch in cell["patches"])]
-        entries = evidence.get((cell["speculators"], cell["vllm"]), [])
-        lines.append("    verified:" if entries else "    verified: []")
-        for entry in entries:
-            lines += [
-                f'      - date: "{entry["date"]}"',
-                f'        device: "{entry["device"]}"',
-                f"        largest_difference: {entry['largest_difference']:.1e}",
-                f"        cases: {entry['cases']}",
-                f'        evidence: "{entry["evidence"]}"',
-            ]
-    return head + "\n" + "\n".join(lines) + "\n"
+    for cell in data["cells"]:
+        cell["verified"] = evidence.pop((cell["speculators"], cell["vllm"]), [])
+    if evidence:
+        raise SystemExit(f"evidence of pairs the matrix has no cell for: {sorted(evidence)}")
+    return matrix_file.render(head, data)
 
 
 def support_table(parsed: matrix.Matrix) -> str:
     """vLLM releases as rows, speculators releases as columns."""
     columns = sorted({cell.speculators for cell in parsed.cells})
+    heads = [f"speculators {c}" for c in columns]
     lines = [
-        "| vLLM | " + " | ".join(f"speculators {c}" for c in columns) + " | torch | transformers |",
-        "|---" * (len(columns) + 3) + "|",
+        "| vLLM | " + " | ".join(heads) + " | torch | transformers | Python |",
+        "|---" * (len(columns) + 4) + "|",
     ]
     for release in parsed.releases:
         words = [_word(parsed.find(column, release.version)) for column in columns]
         lines.append(
             f"| {release.version} | {' | '.join(words)} | {release.torch} | "
-            f"`{release.transformers}` |"
+            f"`{release.transformers}` | `{release.python}` |"
         )
     return "\n".join(lines)
+
+
+def summary(parsed: matrix.Matrix) -> str:
+    """How many pairs there are, and how many of them were verified on what."""
+    kinds = [picture.kind(cell) for cell in parsed.cells]
+    gpu = sum(kind in {"gpu", "both"} for kind in kinds)
+    cpu = sum(kind in {"cpu", "both"} for kind in kinds)
+    return (
+        f"{len(kinds)} pairs: {len(parsed.releases)} releases of vLLM, "
+        f"{parsed.releases[0].version} to {parsed.releases[-1].version}, with "
+        f"{len({cell.speculators for cell in parsed.cells})} of speculators. Values were compared "
+        f"on the CPU for {cpu} of them and on a GPU for {gpu}; {kinds.count('none')} are covered "
+        "by probes only."
+    )
 
 
 def _word(cell: matrix.Cell | None) -> str:
@@ -111,19 +119,33 @@ def evidence_table(parsed: matrix.Matrix) -> str:
 
 
 def patch_table(parsed: matrix.Matrix) -> str:
-    """Every patch, and the pairs that need it."""
-    heads = [f"{c.speculators} on {c.vllm.version}" for c in parsed.cells]
+    """Every patch, and the releases of vLLM that need it with each release of speculators."""
+    columns = sorted({cell.speculators for cell in parsed.cells})
     lines = [
-        "| boundary | what its patch does | " + " | ".join(heads) + " |",
-        "|---" * (len(heads) + 2) + "|",
+        "| boundary | what its patch does | " + " | ".join(f"with {c}" for c in columns) + " |",
+        "|---" * (len(columns) + 2) + "|",
     ]
     for patch in PATCHES:
         if patch.depends_on == "environment":
-            marks = ["by environment"] * len(heads)
+            marks = ["by environment"] * len(columns)
         else:
-            marks = ["yes" if patch.id in cell.patches else "-" for cell in parsed.cells]
+            marks = [_ranges(parsed, patch.id, column) for column in columns]
         lines.append(f"| `{patch.id}` | {patch.summary} | {' | '.join(marks)} |")
     return "\n".join(lines)
+
+
+def _ranges(parsed: matrix.Matrix, patch_id: str, speculators: Version) -> str:
+    """The releases of vLLM that need a patch, as ranges."""
+    needed = [
+        (cell := parsed.find(speculators, release.version)) is not None and patch_id in cell.patches
+        for release in parsed.releases
+    ]
+    if all(needed):
+        return "all"
+    names = [str(release.version) for release in parsed.releases]
+    runs = [list(run) for _, run in groupby(range(len(names)), key=needed.__getitem__)]
+    spans = [(names[run[0]], names[run[-1]]) for run in runs if needed[run[0]]]
+    return ", ".join(a if a == b else f"{a} to {b}" for a, b in spans) or "-"
 
 
 def catalogue() -> str:
@@ -142,12 +164,14 @@ def catalogue() -> str:
 
 def generated() -> Iterator[tuple[Path, str]]:
     """Every generated file and its text as it should be."""
-    text = with_verified(MATRIX.read_text())
+    text = with_verified()
     yield MATRIX, text
     parsed = matrix.parse(text, str(MATRIX), {patch.id for patch in PATCHES})
+    yield REPOSITORY / "docs" / "matrix.svg", picture.svg(parsed)
     sections = {
-        "README.md": {"support": support_table(parsed)},
+        "README.md": {"summary": summary(parsed), "support": support_table(parsed)},
         "docs/compatibility.md": {
+            "summary": summary(parsed),
             "support": support_table(parsed),
             "evidence": evidence_table(parsed),
             "patches": patch_table(parsed),
@@ -171,13 +195,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing, tell what is stale")
     arguments = parser.parse_args()
-    stale = [(path, text) for path, text in generated() if path.read_text() != text]
+    stale = [
+        (path, text) for path, text in generated() if not path.is_file() or path.read_text() != text
+    ]
     for path, text in stale:
         print(f"{'stale' if arguments.check else 'written'}: {path.relative_to(REPOSITORY)}")
         if not arguments.check:
             path.write_text(text)
     if arguments.check and stale:
-        print("run: python dev.py matrix")
+        print("run: python dev.py tables")
     return int(arguments.check and bool(stale))
 
 

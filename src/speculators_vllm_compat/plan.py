@@ -66,11 +66,23 @@ class Plan:
 def make_plan() -> Plan:
     """Probe what is installed. Nothing of it is imported; problems are collected, not raised."""
     vllm, speculators, transformers = (detect(m) for m in ("vllm", "speculators", "transformers"))
+    trees = (SourceTree(p.root) if p.root else None for p in (vllm, speculators, transformers))
+    return plan_for(vllm, speculators, *trees)
+
+
+def plan_for(
+    vllm: Package,
+    speculators: Package,
+    vllm_tree: SourceTree | None,
+    speculators_tree: SourceTree | None,
+    transformers_tree: SourceTree | None,
+) -> Plan:
+    """Probe these sources of a pair, wherever they come from."""
     problems: list[CompatError] = [
         InstallationError(text) for package in (vllm, speculators) for text in package.problems
     ]
     left_out = skipped()
-    decisions = tuple(_decide(vllm, speculators, transformers))
+    decisions = tuple(_decide(vllm, vllm_tree, speculators_tree, transformers_tree))
     unknown_ids = left_out - {patch.id for patch in PATCHES}
     if unknown_ids:
         problems.append(
@@ -95,12 +107,14 @@ def make_plan() -> Plan:
     return Plan(speculators, vllm, cell, decisions, left_out, tuple(problems))
 
 
-def _decide(vllm: Package, speculators: Package, transformers: Package) -> Iterator[Decision]:
-    if speculators.root is None:
+def _decide(
+    vllm: Package,
+    vllm_tree: SourceTree | None,
+    speculators_tree: SourceTree | None,
+    transformers_tree: SourceTree | None,
+) -> Iterator[Decision]:
+    if speculators_tree is None:
         return
-    vllm_tree = SourceTree(vllm.root) if vllm.root else None
-    speculators_tree = SourceTree(speculators.root)
-    transformers_tree = SourceTree(transformers.root) if transformers.root else None
     generator = speculators_tree.module("data_generation.vllm_hidden_states_generator")
     for patch in PATCHES:
         # Where there is no generator to patch, as without vLLM in a training environment, or
@@ -110,13 +124,12 @@ def _decide(vllm: Package, speculators: Package, transformers: Package) -> Itera
                 continue
         elif vllm_tree is None or generator is None:
             continue
-        sources = Sources(
-            vllm_tree or SourceTree(speculators.root), speculators_tree, transformers_tree, vllm
-        )
-        yield Decision(patch, _probe(patch, sources))
+        sources = Sources(vllm_tree or speculators_tree, speculators_tree, transformers_tree, vllm)
+        yield Decision(patch, run_probe(patch, sources))
 
 
-def _probe(patch: Patch, sources: Sources) -> Finding:
+def run_probe(patch: Patch, sources: Sources) -> Finding:
+    """A probe's answer; an unknown form where it cannot read the source."""
     try:
         return patch.probe(sources)
     except Exception as error:  # source that cannot be parsed, or that a probe did not foresee

@@ -145,16 +145,42 @@ class SourceModule:
                 return ast.unparse(statement.value)
         return None
 
-    def annotations(self, class_name: str) -> str:
-        """The annotations of a class's fields, as one text to search."""
+    def annotated_with(self, class_name: str, name: str) -> bool:
+        """Whether the annotation of a class's field mentions a name."""
         node = self.definition(class_name)
-        statements = getattr(node, "body", [])
-        return "\n".join(
-            ast.unparse(s.annotation) for s in statements if isinstance(s, ast.AnnAssign)
+        return any(
+            name in ast.unparse(statement.annotation)
+            for statement in getattr(node, "body", [])
+            if isinstance(statement, ast.AnnAssign)
         )
 
-    def body_text(self, qualname: str) -> str:
-        """A definition's code, normalised and without comments or docstrings; "" when absent."""
+    def binds(self, name: str) -> bool:
+        """Whether a name is bound at the top level when the module runs."""
+        return name in self.bindings
+
+    def constant(self, name: str) -> str | None:
+        """The text a top-level name is set to, or None when it is set to nothing of the kind."""
+        for statement in _unconditional(self._tree.body):
+            targets: list[ast.expr] = []
+            if isinstance(statement, ast.Assign):
+                targets = statement.targets
+            elif isinstance(statement, ast.AnnAssign):
+                targets = [statement.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                value = getattr(getattr(statement, "value", None), "value", None)
+                return value if isinstance(value, str) else None
+        return None
+
+    def mentions(self, qualname: str, code: str) -> bool:
+        """Whether a definition's code, as ``ast.unparse`` writes it, holds a piece of code."""
+        return code in self._body(qualname)
+
+    def is_stub(self, qualname: str) -> bool:
+        """Whether a function is there and does nothing: a docstring, or an ellipsis."""
+        return self.function(qualname) is not None and not self._body(qualname)
+
+    def _body(self, qualname: str) -> str:
+        """A definition's code, without comments, docstrings and ellipses; "" when absent."""
         node = self.definition(qualname)
         if node is None or not isinstance(node, _Function | ast.ClassDef):
             return ""

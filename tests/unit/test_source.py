@@ -96,7 +96,9 @@ def test_fields(module):
     assert module.field_default("Fields", "b") == "'x'"
     assert module.field_default("Fields", "a") is None
     assert module.field_default("Fields", "absent") is None
-    assert "torch.Tensor" in module.annotations("Fields")
+    assert module.annotated_with("Fields", "torch.Tensor")
+    assert not module.annotated_with("Fields", "jax")
+    assert not module.annotated_with("absent", "torch")
 
 
 def test_bindings(module):
@@ -113,10 +115,16 @@ def test_calls(module):
     assert module.calls("absent") == ()
 
 
-def test_body_text(module):
-    assert module.body_text("plain") == "return call(a, key=1) or other.call(a, b, word=2)"
-    assert module.body_text("Base.method") == ""  # an ellipsis, like a docstring, does nothing
-    assert module.body_text("absent") == ""
+def test_mentions(module):
+    assert module.mentions("plain", "call(a, key=1) or other.call(a, b, word=2)")
+    assert not module.mentions("plain", "call(b")
+    assert not module.mentions("absent", "call")
+
+
+def test_is_stub(module):
+    assert module.is_stub("Base.method")  # an ellipsis, like a docstring, does nothing
+    assert not module.is_stub("plain")
+    assert not module.is_stub("absent")
 
 
 def test_lines(module):

@@ -214,8 +214,10 @@ def test_field_default(module, name, field, expected):
 
 def test_annotations(module):
     source = module("class A:\n    a: torch.dtype | None = None\n    b: 'str'\n    c = torch\n")
-    assert source.annotations("A") == "torch.dtype | None\n'str'"
-    assert source.annotations("B") == ""
+    assert source.annotated_with("A", "torch.dtype")
+    assert source.annotated_with("A", "str")
+    assert not source.annotated_with("A", "int")
+    assert not source.annotated_with("B", "torch")
 
 
 def test_bindings(module):
@@ -301,16 +303,18 @@ def test_line(module):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"),
+    ("name", "code", "expected"),
     [
-        ("f", "return g(1)"),
-        ("A", "x: int = 1\ndef f(self):\n    pass"),
-        ("A.f", "pass"),
-        ("A.x", ""),
-        ("nothing", ""),
+        ("f", "return g(1)", True),
+        ("f", "What it does", False),
+        ("f", "why it does", False),
+        ("A", "x: int = 1\ndef f(self):\n    pass", True),
+        ("A.f", "pass", True),
+        ("A.x", "1", False),
+        ("nothing", "g", False),
     ],
 )
-def test_body_text(module, name, expected):
+def test_mentions(module, name, code, expected):
     source = module(
         '''\
         def f():
@@ -324,12 +328,22 @@ def test_body_text(module, name, expected):
                 pass
         '''
     )
-    assert source.body_text(name).replace("\n\n", "\n").strip() == expected
+    assert source.mentions(name, code) is expected
 
 
-def test_body_text_of_a_stub_is_empty(module):
-    source = module('def f():\n    """What it does."""\n    ...\n')
-    assert source.body_text("f") == ""
+def test_stub(module):
+    source = module('def f():\n    """What it does."""\n    ...\ndef g():\n    pass\n')
+    assert source.is_stub("f")
+    assert not source.is_stub("g")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("A", "a"), ("B", "b"), ("C", None), ("D", None), ("E", None), ("absent", None)],
+)
+def test_constant(module, name, expected):
+    source = module("A = 'a'\nB: str = 'b'\nC = 1\nD = A\nE: str\n")
+    assert source.constant(name) == expected
 
 
 def test_calls(module):

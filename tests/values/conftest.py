@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cell import TOLERANCE, speculators_version, vllm_version
+from cell import TOLERANCE, environment, speculators_version, vllm_version
 
 # A thread pool that exists before a fork leaves the child's OpenMP waiting for ever.
 torch.set_num_threads(1)
@@ -48,6 +48,7 @@ class Evidence:
             "python": platform.python_version(),
             "device": "cpu",
             "date": datetime.date.today().isoformat(),
+            "environment": list(environment()),
             "dtype": "float32",
             "tolerance": TOLERANCE,
             "cases": self.cases,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -18,7 +20,11 @@ def _prompts(lengths: list[int], seed: int) -> list[list[int]]:
     return [prompt(length, seed=seed + index) for index, length in enumerate(lengths)]
 
 
-@pytest.fixture(scope="module", params=tiny_models.CONFIGS)
+# All of them, or those of a run that is about the pair more than about the models.
+MODELS = os.environ.get("VALUES_MODELS", ",".join(tiny_models.CONFIGS)).split(",")
+
+
+@pytest.fixture(scope="module", params=MODELS)
 def model_name(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -94,9 +100,9 @@ def test_tensor_as_input(evidence, model_name, generator):
 def test_unsorted_and_repeated_layers(evidence):
     layers = [4, 0, 5, 0]
     prompts = _prompts([20, 50], 600)
-    with patched() as module, engine(module, "llama", layers) as made:
+    with patched() as module, engine(module, "llama", layers, start_method="spawn") as made:
         results = made.generate(prompts)
-    _check(evidence, "llama", "layers 4, 0, 5, 0", results, prompts, layers)
+    _check(evidence, "llama", "layers 4, 0, 5, 0, spawned worker", results, prompts, layers)
     for result in results:
         first, second = result["hidden_states"][1], result["hidden_states"][3]
         assert first.data_ptr() != second.data_ptr()

@@ -51,7 +51,7 @@ def causal_mask(
 
 def probe(sources: Sources) -> Finding:
     eagle = sources.speculators.module("models.eagle")
-    if eagle is None or _NAME not in eagle.bindings:
+    if eagle is None or not eagle.binds(_NAME):
         root = sources.speculators.where("models.eagle")
         return not_needed(f"speculators does not import {_NAME}", root)
     if sources.transformers is None:

@@ -37,7 +37,7 @@ def probe(sources: Sources) -> Finding:
     line = worker.line(f"{_CLASS}._setup_hidden_states_capture") if worker else None
     if worker is None or line is None:
         return absent(sources.speculators, "data_generation.custom_worker", _CLASS)
-    if "get_language_model" not in worker.body_text(f"{_CLASS}._setup_hidden_states_capture"):
+    if not worker.mentions(f"{_CLASS}._setup_hidden_states_capture", "get_language_model"):
         return needed("speculators looks for text models only", at(worker, line))
     module = sources.vllm.module(_INTERFACES)
     name = "SupportsMultiModal.get_language_model"
@@ -47,7 +47,7 @@ def probe(sources: Sources) -> Finding:
     where = at(module, signature.line)
     if signature.required:
         return unknown(f"{name}{signature}", where, f"{name}()")
-    if module.body_text(name) in {"", "..."}:
+    if module.is_stub(name):
         return not_needed("every wrapper hands out a model that holds a decoder", where)
     return needed("a wrapper may hand out the decoder itself", where)
 

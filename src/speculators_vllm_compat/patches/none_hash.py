@@ -48,7 +48,7 @@ def probe(sources: Sources) -> Finding:
     module = sources.vllm.module("v1.core.kv_cache_utils")
     if generator is None:
         return absent(sources.speculators, "data_generation.vllm_hidden_states_generator", "it")
-    if module is None or "NONE_HASH" not in module.bindings:
+    if module is None or not module.binds("NONE_HASH"):
         return absent(sources.vllm, "v1.core.kv_cache_utils", "NONE_HASH")
     signature = module.function("init_none_hash")
     if signature is None:

@@ -15,13 +15,13 @@ def probe(sources: Sources) -> Finding:
     module = sources.transformers.module("configuration_utils") if sources.transformers else None
     if module is None:
         return unknown("no transformers", "transformers/configuration_utils.py", "transformers")
-    name = next((n for n in ("PreTrainedConfig", "PretrainedConfig") if module.definition(n)), "")
+    name = next((n for n in ("PreTrainedConfig", "PretrainedConfig") if module.line(n)), "")
     if not name:
         return unknown("no PreTrainedConfig", str(module.path), "a class PreTrainedConfig")
     where = at(module, module.line(name))
-    if "torch" not in module.annotations(name):
+    if not module.annotated_with(name, "torch"):
         return not_needed(f"{name} has no field annotated with torch", where)
-    if "torch" in module.bindings:
+    if module.binds("torch"):
         return not_needed("the module holds the name torch", where)
     return needed(f"{name} is annotated with torch, which the module does not hold", where)
 

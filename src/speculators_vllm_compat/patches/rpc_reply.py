@@ -24,9 +24,8 @@ def probe(sources: Sources) -> Finding:
     where = at(module, signature.line)
     if problem := unfit(signature, {"method", "args", "unique_reply_rank"}):
         return unknown(problem, where, "(method, args, unique_reply_rank)")
-    body = module.body_text(_NAME)
-    returns_reply = "responses[0]" in body
-    if not returns_reply and "return responses" not in body:
+    returns_reply = module.mentions(_NAME, "responses[0]")
+    if not returns_reply and not module.mentions(_NAME, "return responses"):
         return unknown("a body of another form", where, "a return of responses or responses[0]")
     worker = sources.custom_worker
     wants_list = worker is not None and not worker.function(

@@ -58,7 +58,7 @@ def probe(sources: Sources) -> Finding:
     load = module.function("load_general_plugins") if module else None
     if module is None or load is None:
         return absent(sources.vllm, "plugins", "load_general_plugins")
-    if f"'{GROUP}'" not in module.text.replace('"', "'"):
+    if module.constant("DEFAULT_PLUGINS_GROUP") != GROUP:
         return unknown(f"no group {GROUP}", str(module.path), f"the entry-point group {GROUP}")
     for name in ("v1.worker.worker_base", "worker.worker_base"):  # the latter in 0.11.0
         base = sources.vllm.module(name)
