@@ -1,4 +1,4 @@
-"""compat_matrix.yaml as a text that is written by tools: rows and cells, and the head above them."""
+"""compat_matrix.yaml as a text that tools write: rows and cells, and the head above them."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def svg(parsed: matrix.Matrix) -> str:
     """The picture; releases of vLLM from left to right, of speculators from top to bottom."""
     rows = sorted({cell.speculators for cell in parsed.cells})
     columns = [release.version for release in parsed.releases]
-    width = _LEFT + _CELL * len(columns) + 12
+    width = _LEFT + _CELL * len(columns) + 30
     height = _TOP + _CELL * len(rows) + 40
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
