@@ -88,7 +88,7 @@ def _results(
     generator._generating = True
     try:
         _start_capture(generator.executor, call)
-        ring = generator._hidden_states_ring
+        ring = getattr(generator, "_hidden_states_ring", None)
         with Collector(generator.executor, ring, layers, prompts) as collector:
             _add_requests(generator, names, prompts)
             for request_id, states in _prefill(generator, collector, prompts):

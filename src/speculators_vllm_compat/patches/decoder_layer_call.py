@@ -98,6 +98,16 @@ def open_ring(worker: Any, path: str, plan: Any) -> str:
     return ""
 
 
+def run_step(worker: Any, step: int, slot: int | None, scheduler_output: Any) -> Any:
+    """Launch one scheduled step; see ``Stepper.run``."""
+    return worker._hidden_states_stepper.run(step, slot, scheduler_output)
+
+
+def finish_steps(worker: Any) -> Any:
+    """Wait for every step launched."""
+    return worker._hidden_states_stepper.finish()
+
+
 def reset_capture(worker: Any, call: Any = None) -> Any:
     """Forget what was captured.
 
@@ -152,10 +162,8 @@ def apply(module: types.ModuleType, ledger: Ledger) -> None:
     replace("_reset_capture", reset_capture)
     replace("_get_captured_states", captured_states)
     ledger.add(owner, "_open_capture_ring", open_ring)
-    ledger.add(
-        owner, "_run_capture_step", lambda self, *step: self._hidden_states_stepper.run(*step)
-    )
-    ledger.add(owner, "_finish_capture_steps", lambda self: self._hidden_states_stepper.finish())
+    ledger.add(owner, "_run_capture_step", run_step)
+    ledger.add(owner, "_finish_capture_steps", finish_steps)
     ledger.wrap(module, "_patched_forward", forward)
 
 
