@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib
 import json
 import os
 import platform
@@ -33,6 +34,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tools"))
 
+GENERATOR = "speculators.data_generation.vllm_hidden_states_generator"
 BUDGET = 8192  # tokens of a step
 WAYS = ("plain", "generator", "through RPC", "connector", "speculators")
 # What is left out so that speculators' own capture, loop and transport run.
@@ -143,13 +145,11 @@ def connector(folder: Path, options: argparse.Namespace) -> Callable[[list[list[
 
 
 def generator(folder: Path, options: argparse.Namespace) -> Callable[[list[list[int]]], Any]:
-    from speculators.data_generation.vllm_hidden_states_generator import (
-        VllmHiddenStatesGenerator,
-    )
-
     import speculators_vllm_compat  # noqa: F401 - switches the patches on
 
-    class Generator(VllmHiddenStatesGenerator):
+    module = importlib.import_module(GENERATOR)
+
+    class Generator(module.VllmHiddenStatesGenerator):
         def _create_vllm_config(self, *args: Any, **kwargs: Any) -> Any:
             config = super()._create_vllm_config(*args, **kwargs)
             config.load_config.load_format = "dummy"
