@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,23 @@ os.environ.setdefault("SPECULATORS_VLLM_COMPAT", "off")
 
 # Where vLLM looks for a free port to rendezvous at. Left to itself it takes one from the system's
 # ephemeral range and lets go of it, and now and then somebody else has it by the time it listens.
-os.environ.setdefault("VLLM_PORT", str(20000 + os.getpid() % 100 * 100))
+os.environ.setdefault("VLLM_PORT", str(20000 + os.getpid() % 400 * 100))
+
+
+def _drop_segments() -> None:
+    """The CPU build's shared memory is named after the port, and outlives a worker that is killed.
+
+    The next engine at that port would meet it.
+    """
+    first = int(os.environ["VLLM_PORT"])
+    for segment in Path("/dev/shm").glob("*-cpushm_*"):
+        port = segment.name.partition("-")[0]
+        if port.isdigit() and first <= int(port) < first + 100:
+            segment.unlink(missing_ok=True)
+
+
+_drop_segments()
+atexit.register(_drop_segments)
 
 # One release's CPU worker refuses to start unless these faster allocator and thread libraries are
 # named here; values do not depend on them, so it is named what the loader then ignores.
