@@ -92,14 +92,14 @@ def _results(
         with Collector(generator.executor, ring, layers, prompts) as collector:
             _add_requests(generator, names, prompts)
             for request_id, states in _prefill(generator, collector, prompts):
-                yield (
-                    position[request_id],
-                    {
-                        "input_ids": torch.tensor(prompts[request_id], dtype=torch.long),
-                        "hidden_states": _in_asked_order(states, generator.layer_ids),
-                        "loss_mask": None,
-                    },
-                )
+                result = {
+                    "input_ids": torch.tensor(prompts[request_id], dtype=torch.long),
+                    "hidden_states": _in_asked_order(states, generator.layer_ids),
+                    "loss_mask": None,
+                }
+                handed_over = [(position[request_id], result)]
+                del states, result  # the caller's from here on, and freed when it lets go
+                yield handed_over.pop()
     except BaseException:
         _abandon(generator, list(prompts))
         raise

@@ -129,7 +129,7 @@ class SequenceStates:
         self._filled[span.start : stop] = True
 
     def complete(self) -> list[torch.Tensor]:
-        """One [tokens, hidden] tensor a layer.
+        """Hand over one [tokens, hidden] tensor a layer; they are not kept.
 
         Raises:
             ValueError: Some of the prompt's tokens were never computed.
@@ -139,7 +139,8 @@ class SequenceStates:
                 f"{self.missing} of {len(self.prompt)} tokens were never computed; expected all "
                 "of them"
             )
-        return [layer for layer in self._layers if layer is not None]
+        layers, self._layers = self._layers, []
+        return [layer for layer in layers if layer is not None]
 
 
 def fault(step: int, what: str, error: Exception) -> str:
