@@ -1,7 +1,7 @@
 """The one loop behind ``generate()``, for every release of speculators and vLLM.
 
 Requests go into vLLM's scheduler, every scheduled step is executed, and a request is finished
-as soon as its whole prompt is computed, however many steps that takes; that frees its slot
+as soon as its whole prompt is scheduled, however many steps that takes; that frees its slot
 for the next one. The workers attribute the rows; here they are put into the caller's order.
 """
 
@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .calls import accepts
+from .capture.collect import Collector
 from .errors import WorkerError
-from .patches.execute_sample import run_step
-from .patches.rpc_reply import single_reply
 from .prompts import read_prompts
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping
     from types import ModuleType
 
 logger = logging.getLogger("speculators_vllm_compat")
@@ -44,28 +44,67 @@ def generate(generator: Any, names: ModuleType, token_ids: Any) -> list[dict[str
         RuntimeError: A worker failed, or captured other rows than were scheduled. Every request
             of the call is dropped and the generator stays usable.
     """
-    prompts = _prompts(generator, token_ids)
+    results = dict(generate_iter(generator, names, token_ids))
+    return [results[index] for index in range(len(results))]
+
+
+def generate_iter(
+    generator: Any, names: ModuleType, token_ids: Any
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The results of ``generate()``, each as soon as it is complete.
+
+    The workers compute on while a result is used; what was handed over is not kept, so host
+    memory holds the sequences under way and no more. Exhaust or close the iterator before the
+    next call.
+
+    Args:
+        generator: A VllmHiddenStatesGenerator.
+        names: The module it is defined in.
+        token_ids: As for ``generate()``; checked at once.
+
+    Returns:
+        Pairs of a sequence's position in ``token_ids`` and its dict, in the order in which they
+        are complete.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: As for ``generate()``.
+    """
+    if getattr(generator, "_generating", False):
+        raise RuntimeError(
+            "another generate_iter() of this generator is under way; expected one call at a time. "
+            "Exhaust it, or close() it."
+        )
+    return _results(generator, names, _prompts(generator, token_ids))
+
+
+def _results(
+    generator: Any, names: ModuleType, token_ids: list[list[int]]
+) -> Iterator[tuple[int, dict[str, Any]]]:
     call = generator._request_counter
     generator._request_counter += 1
-    request_ids = [f"req_{call}_{index}" for index in range(len(prompts))]
-    _start_capture(generator.executor, call)
+    prompts = {f"req_{call}_{index}": ids for index, ids in enumerate(token_ids)}
+    position = {request_id: index for index, request_id in enumerate(prompts)}
+    layers = len(dict.fromkeys(generator.layer_ids))
+    generator._generating = True
     try:
-        _add_requests(generator, names, request_ids, prompts)
-        _prefill(generator, request_ids)
-        states = single_reply(
-            generator.executor.collective_rpc("_get_captured_states", unique_reply_rank=0)
-        )
+        _start_capture(generator.executor, call)
+        ring = getattr(generator, "_hidden_states_ring", None)
+        with Collector(generator.executor, ring, layers, prompts) as collector:
+            _add_requests(generator, names, prompts)
+            for request_id, states in _prefill(generator, collector, prompts):
+                result = {
+                    "input_ids": torch.tensor(prompts[request_id], dtype=torch.long),
+                    "hidden_states": _in_asked_order(states, generator.layer_ids),
+                    "loss_mask": None,
+                }
+                handed_over = [(position[request_id], result)]
+                del states, result  # the caller's from here on, and freed when it lets go
+                yield handed_over.pop()
     except BaseException:
-        _abandon(generator, request_ids)
+        _abandon(generator, list(prompts))
         raise
-    return [
-        {
-            "input_ids": torch.tensor(ids, dtype=torch.long),
-            "hidden_states": _in_asked_order(states[request_id], generator.layer_ids),
-            "loss_mask": None,
-        }
-        for request_id, ids in zip(request_ids, prompts, strict=True)
-    ]
+    finally:
+        generator._generating = False
 
 
 def _prompts(generator: Any, token_ids: Any) -> list[list[int]]:
@@ -101,9 +140,7 @@ def _start_capture(executor: Any, call: int) -> None:
         )
 
 
-def _add_requests(
-    generator: Any, names: ModuleType, request_ids: list[str], prompts: list[list[int]]
-) -> None:
+def _add_requests(generator: Any, names: ModuleType, prompts: Mapping[str, list[int]]) -> None:
     sampling = names.SamplingParams(max_tokens=1, temperature=0.0)
     arguments = {
         "sampling_params": sampling,
@@ -113,13 +150,15 @@ def _add_requests(
     }
     if accepts(names.Request, "block_hasher"):
         arguments["block_hasher"] = generator.block_hasher
-    for request_id, ids in zip(request_ids, prompts, strict=True):
+    for request_id, ids in prompts.items():
         request = names.Request(request_id=request_id, prompt_token_ids=ids, **arguments)
         generator.scheduler.add_request(request)
 
 
-def _prefill(generator: Any, request_ids: list[str]) -> None:
-    """Execute steps until every prompt is computed."""
+def _prefill(
+    generator: Any, collector: Collector, request_ids: Iterable[str]
+) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Execute steps until every prompt is computed; yields each sequence's states."""
     scheduler = generator.scheduler
     unfinished = set(request_ids)
     while unfinished:
@@ -127,14 +166,16 @@ def _prefill(generator: Any, request_ids: list[str]) -> None:
         scheduled = output.num_scheduled_tokens
         if not scheduled:
             raise RuntimeError(_stalled(generator, unfinished))
-        run_step(generator.executor, output)
-        # Preemption takes num_computed_tokens back to 0, so it tells, and a count of ours
-        # would not, whether a prompt is complete.
+        # Whoever is complete is told from the scheduler before the step has run: vLLM counts
+        # tokens when it schedules them. Preemption takes num_computed_tokens back to 0, so it
+        # tells, and a count of ours would not, whether a prompt is complete.
         computed = [scheduler.requests[request_id] for request_id in scheduled]
         done = [r.request_id for r in computed if r.num_computed_tokens >= r.num_prompt_tokens]
+        yield from collector.run(output)
         if done:
             _finish(generator, done)
             unfinished.difference_update(done)
+    yield from collector.finish()
 
 
 def _finish(generator: Any, request_ids: list[str]) -> None:

@@ -10,6 +10,7 @@ from .errors import ConfigurationError
 MODE = "SPECULATORS_VLLM_COMPAT"
 FORWARD = "SPECULATORS_VLLM_COMPAT_FORWARD"
 SKIP = "SPECULATORS_VLLM_COMPAT_SKIP"
+RING = "SPECULATORS_VLLM_COMPAT_RING_MB"
 # Set by this package, not by users: the driver is patched, so its workers must be.
 DRIVER = "_SPECULATORS_VLLM_COMPAT_DRIVER"
 
@@ -42,6 +43,23 @@ def forward_mode() -> Forward:
 def skipped() -> frozenset[str]:
     """Ids of patches to leave out, comma-separated: to find out what a patch does."""
     return frozenset(name.strip() for name in os.environ.get(SKIP, "").split(",") if name.strip())
+
+
+def ring_bytes() -> int | None:
+    """The most shared memory for hidden states, in bytes; None for a share of what is free."""
+    text = os.environ.get(RING, "").strip()
+    if not text:
+        return None
+    try:
+        megabytes = float(text)
+    except ValueError:
+        megabytes = -1.0
+    if not 0 <= megabytes < float("inf"):
+        raise ConfigurationError(
+            f"{RING} is {text!r}; expected a number of megabytes, 0 for none. Correct it, or unset "
+            "it to use a share of the free memory."
+        )
+    return int(megabytes * 1e6)
 
 
 def _choice(variable: str, default: str, choices: list[str]) -> str:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from sources import EXECUTOR, GENERATOR, sources
 
 from cell import assert_right, engine, is_0_3, patched
-from speculators_vllm_compat.patches.execute_sample import run_step
+from speculators_vllm_compat.patches.execute_sample import end_step
+from speculators_vllm_compat.patches.model_runner_v2 import batch_of
 from speculators_vllm_compat.patching import GENERATOR_CLASS, Verdict
 from tiny_models import prompt
 
@@ -14,19 +17,18 @@ _ONE_CALL = "class MultiprocExecutor:\n    def execute_model(self, scheduler_out
 _TWO_CALLS = _ONE_CALL + "    def sample_tokens(self, grammar_output, non_block=False): ...\n"
 
 
-class Executor:
-    """Plays both forms of a step."""
+class Worker:
+    """Plays a worker whose step is a call of its own, or two."""
 
-    def __init__(self, samples_itself: bool) -> None:
-        self.calls: list[object] = []
-        self.samples_itself = samples_itself
+    def __init__(self, drops: bool) -> None:
+        self.drops = drops
+        self.asked: list[object] = []
 
-    def execute_model(self, scheduler_output):
-        self.calls.append(scheduler_output)
-        return "output" if self.samples_itself else None
+    def drop_logits(self) -> bool:
+        return self.drops
 
     def sample_tokens(self, grammar_output):
-        self.calls.append(("sample", grammar_output))
+        self.asked.append(grammar_output)
 
 
 def test_probe(finding_of):
@@ -56,11 +58,24 @@ def test_probe_of_other_forms(tmp_path, patch_named, executor, generator, expect
         assert finding.expected
 
 
-def test_both_forms_of_a_step():
-    for samples_itself, calls in ((True, ["step"]), (False, ["step", ("sample", None)])):
-        executor = Executor(samples_itself)
-        run_step(executor, "step")
-        assert executor.calls == calls
+@pytest.mark.parametrize(
+    ("output", "drops", "asked"),
+    [("output", False, []), (None, False, [None]), (None, True, [])],
+    ids=["execute samples", "sampling ends the step", "logits can be dropped"],
+)
+def test_end_of_a_step(output, drops, asked):
+    worker = Worker(drops)
+    end_step(worker, worker, output)
+    assert worker.asked == asked
+
+
+def test_v1_drops_its_logits_and_v2_does_not():
+    runner = SimpleNamespace(input_batch=None, input_ids=None, execute_model_state="logits")
+    batch = batch_of(runner)
+    assert batch.drop_logits()
+    assert runner.execute_model_state is None
+    assert not batch.drop_logits()  # nothing is held: this step was none of that kind
+    assert not batch_of(SimpleNamespace(prepare_inputs=print)).drop_logits()
 
 
 @pytest.mark.engine

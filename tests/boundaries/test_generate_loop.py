@@ -130,11 +130,15 @@ def test_usable_and_right_after_a_worker_failed(generator, monkeypatch):
 def test_usable_and_right_after_an_interrupt_before_a_step(generator, monkeypatch):
     prompts = [prompt(n, seed=n) for n in (40, 7)]
 
-    def interrupt(*_args, **_kwargs):
-        raise KeyboardInterrupt
+    own = generator.executor.collective_rpc
+
+    def interrupt(method, *args, **kwargs):
+        if method == "_run_capture_step":
+            raise KeyboardInterrupt
+        return own(method, *args, **kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(generator.executor, "execute_model", interrupt)
+        patch.setattr(generator.executor, "collective_rpc", interrupt)
         with patched(), pytest.raises(KeyboardInterrupt):
             generator.generate(prompts)
     assert not generator.scheduler.requests

@@ -18,7 +18,7 @@ from speculators_vllm_compat.patches.worker_plugin import (
 from speculators_vllm_compat.patching import GENERATOR_CLASS, Verdict
 from tiny_models import prompt
 
-_LOAD = "def load_general_plugins():\n    load('vllm.general_plugins')\n"
+_LOAD = "DEFAULT_PLUGINS_GROUP = 'vllm.general_plugins'\ndef load_general_plugins(): ...\n"
 _PLUGINS = {"vllm/plugins/__init__.py": _LOAD}
 _CALLS = "def init_worker():\n    load_general_plugins()\n"
 

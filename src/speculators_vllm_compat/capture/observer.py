@@ -1,22 +1,23 @@
-"""Observes the decoder's layers during the runner's steps and keeps the rows on the host.
+"""Observes the decoder's layers during the runner's steps and takes their rows.
 
 A failure in here is never raised inside the model's forward: with several ranks, one that
-stops there leaves the others waiting in a collective. The first failure is kept, and raised
-when the states are asked for.
+stops there leaves the others waiting in a collective. The first failure is kept, and told with
+the step's answer, or when the states are asked for.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..patches.model_runner_v2 import batch_of
 from .residual import residual_stream
-from .steps import SequenceStates, spans
+from .steps import SequenceStates, StepShape, fault, spans
+from .transfer import DeviceRows, Transfer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
 
 class Observer:
@@ -30,13 +31,18 @@ class Observer:
 
     def __init__(self, runner: Any, decoder: Any, layer_ids: Sequence[int]) -> None:
         self.layer_ids = tuple(layer_ids)
-        self._batch = batch_of(runner)
+        self.batch = batch_of(runner)
+        self.transfer = Transfer()
         self._decoder = decoder
-        self._step = 0
+        self._rows = DeviceRows(len(self.layer_ids))
+        self._step = -1
         self._tokens = 0
-        self._rows: dict[int, torch.Tensor] = {}
+        self._seen: set[int] = set()
         self._states: dict[str, SequenceStates] = {}
         self._fault: str | None = None
+        self._streamed = False
+        self._slot: int | None = None
+        self._answer: dict[str, Any] = {}
         self._wrap_execute(runner)
 
     def observe_layers(self) -> None:
@@ -46,24 +52,63 @@ class Observer:
 
     def reset(self) -> None:
         """Forget everything captured, and any failure."""
+        self.transfer.reset()
         self._states.clear()
-        self._rows.clear()
+        self._seen.clear()
         self._fault = None
-        self._step = 0
+        self._step = -1
+        self._streamed = False
+
+    def stream_to(self, step: int, slot: int | None) -> None:
+        """Send the coming step to the driver, instead of keeping it for ``results``.
+
+        Args:
+            step: Its number in the call, from 0.
+            slot: The ring's slot, or None to send the rows with the answer.
+        """
+        self._streamed = True
+        self._slot = slot
+        self._answer = {"step": step, "slot": None, "spans": [], "shape": None}
+
+    def report(self, leave: int) -> dict[str, Any]:
+        """What the driver is told about the step sent last.
+
+        Args:
+            leave: How many steps may still be on their way to the ring.
+
+        Returns:
+            ``step``, its ``slot``, ``spans`` and ``shape``; ``ids`` and ``rows`` themselves when
+            there is no slot; ``complete``, the last step whose rows have arrived; ``fault``.
+        """
+        complete = self.transfer.complete(leave)
+        if "rows" in self._answer:  # sent along, and after all that went through the ring
+            self.transfer.complete()
+            complete = self._answer["step"]
+        answer = {**self._answer, "complete": complete, "fault": self._fault}
+        self._answer = {}
+        return answer
 
     def store(self, layer_id: int, output: Any) -> None:
         """Take one layer's output of the running step."""
         if not self._tokens or self._fault:  # a warm-up run, or nothing left to rescue
             return
         try:
-            if layer_id in self._rows:
+            if layer_id in self._seen:
                 raise ValueError(f"layer {layer_id} ran twice; expected once a step")
-            self._rows[layer_id] = residual_stream(output, self._tokens)
+            if not self._seen:
+                self.transfer.wait_for_buffers(self._step)
+            index = self.layer_ids.index(layer_id)
+            residual_stream(
+                output,
+                self._tokens,
+                lambda like: self._rows.layer(self._step, index, self._tokens, like),
+            )
+            self._seen.add(layer_id)
         except Exception as error:
-            self._fail(error, f"layer {layer_id}")
+            self._fault = fault(self._step, f"layer {layer_id}", error)
 
     def results(self) -> dict[str, list[torch.Tensor]] | None:
-        """The captured states by request id, one tensor a layer; None when nothing ran.
+        """The states of steps that were not streamed, by request id; None when there were none.
 
         Raises:
             RuntimeError: Something captured was not what was scheduled; names the step.
@@ -94,7 +139,7 @@ class Observer:
             real = not kwargs.get("dummy_run")
             self._tokens = scheduler_output.total_num_scheduled_tokens if real else 0
             self._step += bool(self._tokens)
-            self._rows.clear()
+            self._seen.clear()
             try:
                 result = execute(scheduler_output, *args, **kwargs)
                 if self._tokens:
@@ -109,22 +154,38 @@ class Observer:
         if self._fault:
             return
         try:
-            missing = [i for i in self.layer_ids if i not in self._rows]
+            missing = [i for i in self.layer_ids if i not in self._seen]
             if missing:
                 raise ValueError(f"layers {missing} did not run; expected each once a step")
-            for new in scheduler_output.scheduled_new_reqs:
-                states = SequenceStates(new.prompt_token_ids, len(self.layer_ids))
-                self._states[new.req_id] = states
-            token_ids = self._batch.token_ids(self._tokens)
-            rows = [self._rows[i] for i in self.layer_ids]
-            for span in spans(scheduler_output, self._batch.request_ids()):
-                self._states[span.request_id].put(span, token_ids, rows)
+            found = spans(scheduler_output, self.batch.request_ids())
+            rows = self._rows.all(self._step, self._tokens)
+            # A copy: the runner writes the next step's ids to the same place.
+            ids = self.batch.token_ids(self._tokens).to(torch.int64, copy=True)
+            if self._streamed:
+                self._send(found, rows, ids)
+            else:
+                self._keep(scheduler_output, found, rows, ids)
         except Exception as error:
-            self._fail(error, "its rows")
-        self._rows.clear()
+            self._fault = fault(self._step, "its rows", error)
 
-    def _fail(self, error: Exception, what: str) -> None:
-        self._fault = (
-            f"hidden states of step {self._step}, {what}: {error}. The call's states are dropped "
-            "rather than returned wrong. Report this with the model's name and the vLLM release."
-        )
+    def _send(self, found: list[Any], rows: torch.Tensor, ids: torch.Tensor) -> None:
+        layers, tokens, hidden = rows.shape
+        shape = StepShape(layers, tokens, hidden, rows.dtype)
+        self._answer |= {"spans": found, "shape": shape}
+        ring = self.transfer.ring
+        if self._slot is not None and ring is not None and ring.fits(shape):
+            self._answer["slot"] = self._slot
+            self.transfer.send(self._step, self._slot, shape, rows, ids)
+        else:
+            self._answer |= {"ids": ids.cpu(), "rows": rows.cpu().clone()}
+
+    def _keep(
+        self, scheduler_output: Any, found: list[Any], rows: torch.Tensor, ids: torch.Tensor
+    ) -> None:
+        """Hold a step's rows here, for a driver that asks for all of them at the end."""
+        for new in scheduler_output.scheduled_new_reqs:
+            states = SequenceStates(new.prompt_token_ids, len(self.layer_ids))
+            self._states[new.req_id] = states
+        host_ids = ids.cpu()
+        for span in found:
+            self._states[span.request_id].put(span, host_ids, rows)

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
-def residual_stream(output: Any, rows: int) -> torch.Tensor:
+
+def residual_stream(
+    output: Any, rows: int, place: Callable[[torch.Tensor], torch.Tensor] = torch.empty_like
+) -> torch.Tensor:
     """What transformers calls ``hidden_states[i + 1]``, before the next layer's norm.
 
     Args:
         output: What the layer returned: a tensor, ``(hidden, residual)`` or ``(hidden, None)``.
         rows: How many leading rows are tokens; what follows is padding.
+        place: Gives the memory for the result, for a tensor of its form.
 
     Returns:
         [rows, hidden], in memory that no later layer writes to.
@@ -26,9 +32,11 @@ def residual_stream(output: Any, rows: int) -> torch.Tensor:
             f"a decoder layer returned a tensor of shape {tuple(hidden.shape)}; expected "
             f"[tokens, hidden] with at least the {rows} tokens scheduled"
         )
+    hidden = hidden[:rows]
+    target = place(hidden)
     if residual is None:
-        return hidden[:rows].clone()
-    return hidden[:rows] + residual[:rows]
+        return target.copy_(hidden)
+    return torch.add(hidden, residual[:rows], out=target)
 
 
 def _parts(output: Any) -> tuple[torch.Tensor, torch.Tensor | None]:

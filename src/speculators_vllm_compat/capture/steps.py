@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import torch
 
 
 @dataclass(frozen=True)
@@ -24,6 +23,22 @@ class Span:
     row: int
     start: int
     count: int
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The form of a step's rows, [layers, tokens, hidden]."""
+
+    layers: int
+    tokens: int
+    hidden: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        """The size of all rows."""
+        size: int = self.layers * self.tokens * self.hidden * self.dtype.itemsize
+        return size
 
 
 def computed_before(scheduler_output: Any) -> dict[str, int]:
@@ -74,16 +89,24 @@ class SequenceStates:
     """
 
     def __init__(self, prompt: list[int], layers: int) -> None:
-        import torch
-
         self.prompt = torch.tensor(prompt, dtype=torch.long)
         self._filled = torch.zeros(len(prompt), dtype=torch.bool)
         self._layers: list[torch.Tensor | None] = [None] * layers
 
-    def put(self, span: Span, token_ids: torch.Tensor, rows: list[torch.Tensor]) -> None:
+    @property
+    def missing(self) -> int:
+        """How many of the prompt's tokens have no rows yet."""
+        return len(self.prompt) - int(self._filled.sum())
+
+    def put(self, span: Span, token_ids: torch.Tensor, rows: torch.Tensor) -> None:
         """Store a step's rows, after checking that they were computed from this prompt.
 
         A request that was preempted is computed again from its start; its rows are overwritten.
+
+        Args:
+            span: Which rows.
+            token_ids: The ids the step's rows were computed from, [tokens], on the host.
+            rows: [layers, tokens, hidden], on any device.
 
         Raises:
             ValueError: The rows' tokens are not the prompt's.
@@ -106,17 +129,26 @@ class SequenceStates:
         self._filled[span.start : stop] = True
 
     def complete(self) -> list[torch.Tensor]:
-        """One [tokens, hidden] tensor a layer.
+        """Hand over one [tokens, hidden] tensor a layer; they are not kept.
 
         Raises:
             ValueError: Some of the prompt's tokens were never computed.
         """
-        missing = int((~self._filled).sum())
-        if missing:
+        if self.missing:
             raise ValueError(
-                f"{missing} of {len(self.prompt)} tokens were never computed; expected all of them"
+                f"{self.missing} of {len(self.prompt)} tokens were never computed; expected all "
+                "of them"
             )
-        return [layer for layer in self._layers if layer is not None]
+        layers, self._layers = self._layers, []
+        return [layer for layer in layers if layer is not None]
+
+
+def fault(step: int, what: str, error: Exception) -> str:
+    """What is told when a step's rows are not what was scheduled."""
+    return (
+        f"hidden states of step {step + 1}, {what}: {error}. The call's states are dropped "
+        "rather than returned wrong. Report this with the model's name and the vLLM release."
+    )
 
 
 def _shown(ids: torch.Tensor) -> str:

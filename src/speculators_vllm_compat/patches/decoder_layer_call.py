@@ -56,6 +56,7 @@ def set_up_capture(worker: Any, module: types.ModuleType, layer_ids: list[int]) 
     from vllm.distributed import get_tp_group
 
     from ..capture.observer import Observer
+    from ..capture.stepping import Stepper
     from .language_model import find_decoder
 
     distinct = tuple(dict.fromkeys(layer_ids))
@@ -75,7 +76,36 @@ def set_up_capture(worker: Any, module: types.ModuleType, layer_ids: list[int]) 
     if replaced:
         decoder._extension = worker
         decoder.forward = types.MethodType(module._patched_forward, decoder)
+    worker._hidden_states_stepper = Stepper(worker, decoder, worker._hidden_states_observer)
     return GREETING
+
+
+def open_ring(worker: Any, path: str, plan: Any) -> str:
+    """Open the memory shared with the driver, on the rank that captures.
+
+    Returns:
+        "" when it is open, or why it is not.
+    """
+    from ..capture.ring import RingEnd
+
+    observer = worker._hidden_states_observer
+    if observer is not None:
+        device = next(worker.model_runner.model.parameters()).device
+        try:
+            observer.transfer.ring = RingEnd(path, plan, device)
+        except OSError as error:
+            return str(error)
+    return ""
+
+
+def run_step(worker: Any, step: int, slot: int | None, scheduler_output: Any) -> Any:
+    """Launch one scheduled step; see ``Stepper.run``."""
+    return worker._hidden_states_stepper.run(step, slot, scheduler_output)
+
+
+def finish_steps(worker: Any) -> Any:
+    """Wait for every step launched."""
+    return worker._hidden_states_stepper.finish()
 
 
 def reset_capture(worker: Any, call: Any = None) -> Any:
@@ -131,6 +161,9 @@ def apply(module: types.ModuleType, ledger: Ledger) -> None:
     replace("_store_captured_states", store_states)
     replace("_reset_capture", reset_capture)
     replace("_get_captured_states", captured_states)
+    ledger.add(owner, "_open_capture_ring", open_ring)
+    ledger.add(owner, "_run_capture_step", run_step)
+    ledger.add(owner, "_finish_capture_steps", finish_steps)
     ledger.wrap(module, "_patched_forward", forward)
 
 

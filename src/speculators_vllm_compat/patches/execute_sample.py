@@ -10,13 +10,17 @@ from ..probing import absent, at, needed, not_needed, unfit, unknown
 _EXECUTOR = "v1.executor.multiproc_executor"
 
 
-def run_step(executor: Any, scheduler_output: Any) -> None:
-    """Execute one scheduled step, its sampling included."""
-    output = executor.execute_model(scheduler_output)
-    if output is None:
-        # The runner holds the step's logits until it is told to sample; a second
-        # execute_model before that raises.
-        executor.sample_tokens(None)
+def end_step(worker: Any, batch: Any, output: Any) -> None:
+    """End a step whose sampled tokens nobody wants.
+
+    Args:
+        worker: The vLLM worker.
+        batch: The view of its runner's batch.
+        output: What its ``execute_model`` returned: None when sampling is a call of its own. The
+            runner then holds the step's logits, and a second ``execute_model`` raises.
+    """
+    if output is None and not batch.drop_logits():
+        worker.sample_tokens(None)
 
 
 def probe(sources: Sources) -> Finding:

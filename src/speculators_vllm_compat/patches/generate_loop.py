@@ -8,6 +8,7 @@ from ..patching import GENERATOR, GENERATOR_CLASS, Finding, Ledger, Patch, Sourc
 from ..probing import absent, at, needed, unfit, unknown
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import ModuleType
 
 _NAME = f"{GENERATOR_CLASS}.generate"
@@ -35,14 +36,19 @@ def probe(sources: Sources) -> Finding:
 
 
 def apply(module: ModuleType, ledger: Ledger) -> None:
-    from ..loop import generate as run
+    from .. import loop
 
     owner = getattr(module, GENERATOR_CLASS)
 
     def generate(_wrapped: Any, instance: Any, args: Any, kwargs: Any) -> list[dict[str, Any]]:
-        return run(instance, module, *args, **kwargs)
+        return loop.generate(instance, module, *args, **kwargs)
 
+    def generate_iter(self: Any, token_ids: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+        return loop.generate_iter(self, module, token_ids)
+
+    generate_iter.__doc__ = loop.generate_iter.__doc__
     ledger.wrap(owner, "generate", generate)
+    ledger.add(owner, "generate_iter", generate_iter)
     # Counted over the generator's life, for callers that must not lose a token unawares.
     ledger.add(owner, "truncated_sequences", 0)
     ledger.add(owner, "truncated_tokens", 0)

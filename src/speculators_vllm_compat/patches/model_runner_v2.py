@@ -24,10 +24,17 @@ class BatchV1:
         return list(self._runner.input_batch.req_ids)
 
     def token_ids(self, tokens: int) -> torch.Tensor:
-        """The ids the step's rows were computed from, [tokens] on the host."""
+        """The ids the step's rows were computed from, [tokens], until the next step."""
         buffer = self._runner.input_ids
         ids: torch.Tensor = getattr(buffer, "gpu", buffer)[:tokens]
-        return ids.to("cpu")
+        return ids
+
+    def drop_logits(self) -> bool:
+        """Leave a step without sampling; whether that is all that ends it."""
+        if getattr(self._runner, "execute_model_state", None) is None:
+            return False
+        self._runner.execute_model_state = None
+        return True
 
 
 class BatchV2:
@@ -48,9 +55,13 @@ class BatchV2:
         return list(self._current.req_ids)
 
     def token_ids(self, tokens: int) -> torch.Tensor:
-        """The ids the step's rows were computed from, [tokens] on the host."""
+        """The ids the step's rows were computed from, [tokens], until the next step."""
         ids: torch.Tensor = self._current.input_ids[:tokens]
-        return ids.to("cpu")
+        return ids
+
+    def drop_logits(self) -> bool:
+        """Never: sampling is also where this runner counts the tokens it has computed."""
+        return False
 
 
 def batch_of(runner: Any) -> BatchV1 | BatchV2:

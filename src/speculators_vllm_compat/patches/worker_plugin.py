@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,8 @@ from .decoder_layer_call import GREETING
 
 if TYPE_CHECKING:
     from types import ModuleType
+
+logger = logging.getLogger("speculators_vllm_compat")
 
 GROUP = "vllm.general_plugins"
 NAME = "speculators_vllm_compat"
@@ -53,6 +56,28 @@ def check_greetings(replies: list[Any]) -> None:
         )
 
 
+def share_memory(generator: Any) -> Any:
+    """The ring through which states arrive, opened on both ends; None where that cannot be."""
+    from ..capture.ring import make_ring
+
+    config = generator.vllm_config
+    layers = len(dict.fromkeys(generator.layer_ids))
+    width = config.model_config.get_hidden_size() * config.model_config.dtype.itemsize
+    ring = make_ring(config.scheduler_config.max_num_batched_tokens, layers * width)
+    if ring is None:
+        return None
+    replies = generator.executor.collective_rpc("_open_capture_ring", args=ring.address())
+    if any(replies):
+        logger.warning(
+            "a worker could not open the memory shared with it (%s): hidden states are sent "
+            "through vLLM's RPC, which is slower. Allow processes of one user to open each "
+            "other's /proc/PID/fd.",
+            next(filter(None, replies)),
+        )
+        return None
+    return ring
+
+
 def probe(sources: Sources) -> Finding:
     module = sources.vllm.module("plugins")
     load = module.function("load_general_plugins") if module else None
@@ -79,6 +104,7 @@ def apply(module: ModuleType, ledger: Ledger) -> None:
                 "_setup_hidden_states_capture", args=(instance.layer_ids,)
             )
         )
+        instance._hidden_states_ring = share_memory(instance)
 
     ledger.wrap(module, "MultiprocExecutor", executor)
     ledger.wrap(getattr(module, GENERATOR_CLASS), "_setup_capture", set_up_capture)
