@@ -65,11 +65,17 @@ class SourceModule:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.text = path.read_text(encoding="utf-8-sig")
+        try:
+            self.text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise _unreadable(path, error) from error
 
     @cached_property
     def _tree(self) -> ast.Module:
-        return ast.parse(self.text, filename=str(self.path))
+        try:
+            return ast.parse(self.text, filename=str(self.path))
+        except ValueError as error:  # a null byte, up to Python 3.11
+            raise _unreadable(self.path, error) from error
 
     @cached_property
     def bindings(self) -> Mapping[str, int]:
@@ -196,15 +202,24 @@ class SourceTree:
     def module(self, name: str) -> SourceModule | None:
         """The module of this dotted name below the package, or None when there is no such file."""
         if name not in self._modules:
-            base = self.root.joinpath(*name.split("."))
-            candidates = (base / "__init__.py", base.with_name(base.name + ".py"))
-            path = next((c for c in candidates if c.is_file()), None)
+            path = self.find(name)
             self._modules[name] = None if path is None else SourceModule(path)
         return self._modules[name]
+
+    def find(self, name: str) -> Path | None:
+        """The file of a module, or None when there is none."""
+        base = self.root.joinpath(*name.split("."))
+        candidates = (base / "__init__.py", base.with_name(base.name + ".py"))
+        return next((c for c in candidates if c.is_file()), None)
 
     def where(self, name: str) -> str:
         """The path a module has or would have, for messages."""
         return str(self.root.joinpath(*name.split("."))) + ".py"
+
+
+def _unreadable(path: Path, error: Exception) -> SyntaxError:
+    """What Python says of a source file that it cannot read as text."""
+    return SyntaxError(str(error), (str(path), 1, None, None))
 
 
 def _is_docstring(node: ast.stmt) -> bool:
