@@ -36,11 +36,13 @@ class Distribution:
         name: As its metadata spells it.
         version: As its metadata spells it.
         location: The folder it is installed in.
+        requires: The requirements its metadata states.
     """
 
     name: str
     version: str
     location: Path
+    requires: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,11 @@ class Package:
     @property
     def distribution(self) -> Distribution | None:
         return self.distributions[0] if len(self.distributions) == 1 else None
+
+    @property
+    def location(self) -> Path | None:
+        """What to tell people of where it is."""
+        return self.root
 
     @cached_property
     def source(self) -> SourceTree | None:
@@ -215,7 +222,8 @@ def providers(module: str, path: list[str] | None = None) -> Iterator[Distributi
         provides = _has_file(found, f"{module}/__init__.py") or _is_editable(found, name, module)
         if provides and (name, location) not in seen:
             seen.add((name, location))
-            yield Distribution(header(found, "Name"), header(found, "Version"), location)
+            requires = tuple(headers(found, "Requires-Dist"))
+            yield Distribution(header(found, "Name"), header(found, "Version"), location, requires)
 
 
 def _has_file(found: metadata.Distribution, name: str) -> bool:
