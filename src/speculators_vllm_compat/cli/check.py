@@ -24,10 +24,11 @@ _EXAMPLES = """\
 examples:
   speculators-vllm-compat check                     what is installed here
   speculators-vllm-compat check --json | jq .notices
-  speculators-vllm-compat check --vllm vllm-0.29.0-cp38-abi3-manylinux_2_28_x86_64.whl
+  speculators-vllm-compat check --vllm vllm-X-py3-none-any.whl
   speculators-vllm-compat check --vllm ~/src/vllm --speculators ~/src/speculators
 
-exit status: 0 fine, 1 a problem was found, 2 wrong usage. Warnings and notes leave it at 0.
+exit status: 0 fine, 1 a problem was found, 2 wrong usage.
+Warnings and notes leave it at 0.
 """
 _STATE_COLOURS = {"as is": (), "patched": ("green",), "skipped": ("magenta",)}
 _LEVEL_COLOURS = {"problem": ("bold", "red"), "warning": ("bold", "magenta"), "note": ("bold",)}
@@ -36,9 +37,9 @@ _WIDE = 110  # columns from which there is room to tell what each probe found
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Tell what is installed, whether each boundary between speculators and vLLM is used as "
-        "is,\npatched or of unknown form, and what in this environment will bite. Reads files "
-        "alone:\nvllm, torch, transformers and speculators are not imported."
+        "Tell what is installed, whether each boundary between speculators and vLLM is\n"
+        "used as is, patched or of unknown form, and what in this environment will bite.\n"
+        "Reads files alone: vllm, torch, transformers and speculators are not imported."
     )
     parser.epilog = _EXAMPLES
     for module in ("vllm", "speculators"):
@@ -107,9 +108,11 @@ def _boundaries(report: Report, style: Style, *, verbose: bool) -> Iterator[str]
     cell = f": speculators {report.cell.replace(' on ', ' on vLLM ')}" if report.cell else ""
     yield f"  {report.word}{cell}"
     for run in report.verified:
-        yield (
-            f"  {run.date}  {run.cases} cases on {run.device}, largest difference from "
-            f"transformers {run.largest_difference:.1e}"
+        yield from _indented(
+            f"{run.date}, {run.device}, {run.cases} cases: at most {run.largest_difference:.1e} "
+            "from transformers",
+            2,
+            style,
         )
     yield ""
     counts = [
