@@ -52,6 +52,10 @@ class Signature:
     def required(self) -> frozenset[str]:
         return frozenset(p.name for p in self.parameters if p.required)
 
+    @property
+    def positional(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.parameters if not p.keyword_only)
+
     def accepts(self, name: str) -> bool:
         return self.any_keyword or name in self.names
 
@@ -84,6 +88,16 @@ class SourceModule:
         Blocks under ``if TYPE_CHECKING`` bind nothing when the module runs, so they are left out.
         """
         return dict(_bindings(self._tree.body))
+
+    @cached_property
+    def imports(self) -> tuple[Import, ...]:
+        """Every ``from … import …`` that runs when the module does."""
+        return tuple(
+            Import(statement.module or "", statement.level, alias.name, statement.lineno)
+            for statement in _unconditional(self._tree.body)
+            if isinstance(statement, ast.ImportFrom)
+            for alias in statement.names
+        )
 
     def definition(self, qualname: str) -> ast.AST | None:
         """The class or function of this dotted name, or None."""
@@ -123,6 +137,12 @@ class SourceModule:
         ]
         return Signature(tuple(parameters), arguments.kwarg is not None, node.lineno)
 
+    def returns(self, qualname: str) -> str:
+        """What a function is annotated to return, without quotes; "" when it does not say."""
+        node = self.definition(qualname)
+        annotation = getattr(node, "returns", None)
+        return "" if annotation is None else ast.unparse(annotation).strip("'\"")
+
     def fields(self, class_name: str) -> Signature | None:
         """The annotated fields of a dataclass, as the signature of its constructor."""
         node = self.definition(class_name)
@@ -150,6 +170,23 @@ class SourceModule:
             ):
                 return ast.unparse(statement.value)
         return None
+
+    def field_names(self, class_name: str) -> tuple[str, ...]:
+        """Every annotated name of a class, those that its constructor does not take included."""
+        node = self.definition(class_name)
+        return tuple(
+            ast.unparse(statement.target)
+            for statement in getattr(node, "body", [])
+            if isinstance(statement, ast.AnnAssign)
+        )
+
+    def annotation(self, class_name: str, field: str) -> str:
+        """The annotation of one field of a class, or "" when there is no such field."""
+        node = self.definition(class_name)
+        for statement in getattr(node, "body", []):
+            if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == field:
+                return ast.unparse(statement.annotation)
+        return ""
 
     def annotations(self, class_name: str) -> str:
         """The annotations of a class's fields, as one text to search."""
@@ -188,6 +225,23 @@ class Call:
     line: int
 
 
+@dataclass(frozen=True)
+class Import:
+    """One name of a ``from … import …``.
+
+    Attributes:
+        module: What follows ``from``, without the dots in front of it.
+        level: How many dots there are.
+        name: The name imported; ``*`` for all of them.
+        line: Where.
+    """
+
+    module: str
+    level: int
+    name: str
+    line: int
+
+
 class SourceTree:
     """The source of one installed package.
 
@@ -211,6 +265,21 @@ class SourceTree:
         base = self.root.joinpath(*name.split("."))
         candidates = (base / "__init__.py", base.with_name(base.name + ".py"))
         return next((c for c in candidates if c.is_file()), None)
+
+    def provides(self, module_name: str, name: str) -> bool:
+        """Whether ``from module_name import name`` finds the name."""
+        module = self.module(module_name)
+        if module is None:
+            return False
+        if {name, "__getattr__"} & module.bindings.keys() or self.find(f"{module_name}.{name}"):
+            return True
+        is_package = module.path.name == "__init__.py"
+        for star in (found for found in module.imports if found.name == "*" and found.level):
+            parts = module_name.split(".")
+            kept = parts[: len(parts) + is_package - star.level]
+            if self.provides(".".join([*kept, *filter(None, [star.module])]), name):
+                return True
+        return False
 
     def where(self, name: str) -> str:
         """The path a module has or would have, for messages."""

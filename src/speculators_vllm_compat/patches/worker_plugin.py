@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkerError
 from ..patching import GENERATOR, GENERATOR_CLASS, Finding, Ledger, Patch, Sources
-from ..probing import absent, at, needed, unknown
+from ..probing import absent, at, needed, unfit, unknown
 from .decoder_layer_call import GREETING
 
 if TYPE_CHECKING:
@@ -60,6 +60,15 @@ def probe(sources: Sources) -> Finding:
         return absent(sources.vllm, "plugins", "load_general_plugins")
     if f"'{GROUP}'" not in module.text.replace('"', "'"):
         return unknown(f"no group {GROUP}", str(module.path), f"the entry-point group {GROUP}")
+    if load.required:
+        return unknown(str(load), at(module, load.line), "load_general_plugins()")
+    parallel = sources.vllm.module("config.parallel")
+    fields = parallel.fields("ParallelConfig") if parallel else None
+    if parallel is None or fields is None:
+        return absent(sources.vllm, "config.parallel", "ParallelConfig")
+    if problem := unfit(fields, ("tensor_parallel_size", "worker_extension_cls")):
+        expected = "tensor_parallel_size and worker_extension_cls"
+        return unknown(problem, at(parallel, fields.line), expected)
     for name in ("v1.worker.worker_base", "worker.worker_base"):  # the latter in 0.11.0
         base = sources.vllm.module(name)
         calls = base.calls("load_general_plugins") if base else ()
