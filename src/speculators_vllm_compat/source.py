@@ -271,6 +271,9 @@ class SourceTree:
         module = self.module(module_name)
         if module is None:
             return False
+        # Found without parsing, which takes longer, where it is defined in so many words.
+        if re.search(rf"^(?:class|def|async def) {name}\b", module.text, re.M):
+            return True
         if {name, "__getattr__"} & module.bindings.keys() or self.find(f"{module_name}.{name}"):
             return True
         is_package = module.path.name == "__init__.py"

@@ -38,7 +38,9 @@ def probe(sources: Sources) -> Finding:
 
 def _imports(sources: Sources) -> Iterator[tuple[SourceModule, Import]]:
     for module in (sources.generator, sources.custom_worker):
-        for found in module.imports if module is not None else ():
+        if module is None:
+            continue
+        for found in module.imports:
             if found.level == 0 and found.module.startswith("vllm."):
                 yield module, found
 

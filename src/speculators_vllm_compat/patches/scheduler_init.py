@@ -55,8 +55,8 @@ def probe(sources: Sources) -> Finding:
     where = at(module, signature.line)
     if problem := unfit(signature, _ALWAYS, {"block_size"}):
         return unknown(problem, where, f"{sorted(_ALWAYS)}, with or without block_size")
-    if problem := _unknown_sizes(sources, signature):
-        return problem
+    if strange := _unknown_sizes(sources, signature):
+        return strange
     generator = sources.generator
     calls = generator.calls("Scheduler") if generator else ()
     passed = any("block_size" in call.keywords for call in calls)
