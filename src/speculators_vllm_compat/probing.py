@@ -51,9 +51,12 @@ def misplaced(signature: Signature, given: Sequence[str]) -> str:
 def misreturned(module: SourceModule, name: str, known: str) -> str:
     """What else than the known form a function is annotated to return; "" when nothing else is.
 
-    vLLM's code is annotated and checked, so that a return form does not change without this.
+    Most of vLLM's code is annotated and checked, so that a return form does not change without
+    this. A function without an annotation is only asked whether it returns anything.
     """
     returned = module.returns(name)
+    if not returned and known == "None" and module.gives_value(name):
+        returned = "a value"
     return f"{name} returns {returned}" if returned not in ("", known) else ""
 
 

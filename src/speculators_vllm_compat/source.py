@@ -143,6 +143,17 @@ class SourceModule:
         annotation = getattr(node, "returns", None)
         return "" if annotation is None else ast.unparse(annotation).strip("'\"")
 
+    def gives_value(self, qualname: str) -> bool:
+        """Whether a function has a ``return`` with a value of its own."""
+        pending = list(getattr(self.definition(qualname), "body", []))
+        while pending:
+            node = pending.pop()
+            if isinstance(node, ast.Return) and node.value is not None:
+                return True
+            if not isinstance(node, _Function | ast.Lambda | ast.ClassDef):
+                pending += ast.iter_child_nodes(node)
+        return False
+
     def fields(self, class_name: str) -> Signature | None:
         """The annotated fields of a dataclass, as the signature of its constructor."""
         node = self.definition(class_name)
