@@ -138,8 +138,13 @@ def header(found: metadata.Distribution, field: str) -> str:
 
 def headers(found: metadata.Distribution, field: str) -> list[str]:
     """Every occurrence of a field in a distribution's metadata."""
-    text = found.read_text("METADATA") or found.read_text("PKG-INFO") or found.read_text("") or ""
-    head = text.replace("\r\n", "\n").partition("\n\n")[0]  # what follows is the description
+    try:
+        text = found.read_text("METADATA") or found.read_text("PKG-INFO") or found.read_text("")
+    except UnicodeDecodeError:  # damaged
+        return []
+    head = (
+        (text or "").replace("\r\n", "\n").partition("\n\n")[0]
+    )  # what follows is the description
     return [value.strip() for value in re.findall(rf"^{field}:(.*)$", head, re.M | re.I)]
 
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 _EXAMPLES = """\
 examples:
-  speculators-vllm-compat run scripts/data_generation_offline.py --max-samples 1000
+  speculators-vllm-compat run scripts/data_generation_offline.py --batch-size 16
   speculators-vllm-compat run -m my_package.generate --layers 2 16 29
   SPECULATORS_VLLM_COMPAT=warn speculators-vllm-compat run script.py
 
-What follows the script or module is its own: its arguments, its exit status, its traceback.
-Processes that it spawns through multiprocessing are patched as well.
+What follows the script or module are its arguments; exit status and traceback
+are its own. Processes that it spawns through multiprocessing are patched too.
 """
 
 
@@ -133,6 +133,7 @@ def _new_main(*, loader: Any, file: str, spec: ModuleSpec | None = None) -> type
     """A ``__main__`` such as the interpreter makes: pickle and multiprocessing look at it."""
     module = types.ModuleType("__main__")
     vars(module).update(
+        __annotations__={},
         __builtins__=builtins,
         __cached__=spec.cached if spec is not None else None,
         __file__=file,
