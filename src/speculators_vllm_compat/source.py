@@ -78,8 +78,10 @@ class SourceModule:
     def _tree(self) -> ast.Module:
         try:
             return ast.parse(self.text, filename=str(self.path))
-        except ValueError as error:  # a null byte, up to Python 3.11
-            raise _unreadable(self.path, error) from error
+        except (SyntaxError, ValueError) as error:
+            if getattr(error, "filename", None):
+                raise
+            raise _unreadable(self.path, error) from error  # a null byte, up to Python 3.11
 
     @cached_property
     def bindings(self) -> Mapping[str, int]:

@@ -317,7 +317,7 @@ REPORT = Report(
     verified=(),
     boundaries=(
         Boundary("request_init", "patched", "driver", "no eos_token_id", "vllm/v1/r.py:1", ""),
-        Boundary("none_hash", "unknown form", "driver", "a list", "vllm/" + "x" * 60 + ".py", ""),
+        Boundary("none_hash", "unknown form", "driver", "a list", "vllm/" + "x" * 55 + ".py", ""),
     ),
     workers={"patched": True, "VLLM_PLUGINS": None, "start_method": "fork"},
     notices=(
@@ -332,7 +332,7 @@ def test_lines_fit_and_no_word_is_cut(width):
     lines = list(text(REPORT, Style(False, width)))
     assert max(map(len, lines)) <= width
     joined = "\n".join(lines)
-    for whole in ("y" * 60, "x" * 60, "long/" * 12, "not fine: 1 problem, 1 warning"):
+    for whole in ("y" * 60, "x" * 55, "long/" * 12, "not fine: 1 problem, 1 warning"):
         assert whole in joined
     assert ("no eos_token_id" in joined) is (width == 140)
     assert "no eos_token_id" in "\n".join(text(REPORT, Style(False, width), verbose=True))

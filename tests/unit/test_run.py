@@ -151,7 +151,8 @@ def test_children_are_patched_before_the_scripts_code_runs(tmp_path, method):
         def child(depth, queue):
             queue.put((depth, __name__, patched, sys.argv))
             if depth == 1:
-                again = multiprocessing.get_context({method!r}).Process(target=child, args=(2, queue))
+                context = multiprocessing.get_context({method!r})
+                again = context.Process(target=child, args=(2, queue))
                 again.start()
                 again.join()
         if __name__ == "__main__":

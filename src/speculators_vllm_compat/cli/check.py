@@ -38,8 +38,9 @@ _WIDE = 110  # columns from which there is room to tell what each probe found
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Tell what is installed, whether each boundary between speculators and vLLM is\n"
-        "used as is, patched or of unknown form, and what in this environment will bite.\n"
-        "Reads files alone: vllm, torch, transformers and speculators are not imported."
+        "used as is, patched or of unknown form, and what in this environment will\n"
+        "bite. Reads files alone: nothing of vllm, torch, transformers and speculators\n"
+        "is imported."
     )
     parser.epilog = _EXAMPLES
     for module in ("vllm", "speculators"):

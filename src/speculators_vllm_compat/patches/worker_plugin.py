@@ -27,14 +27,15 @@ def refuse_unpatched_workers() -> None:
     if not metadata.entry_points(group=GROUP, name=NAME):
         raise WorkerError(
             f"no entry point {NAME} in {GROUP}: the workers would run without the patches. "
-            "Expected speculators-vllm-compat to be installed, not only found on the import "
-            "path. Install it with pip in this environment."
+            "Expected speculators-vllm-compat to be installed, not only found on the import path.",
+            "Install it with pip in this environment.",
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAME not in allowed.split(","):
         raise WorkerError(
             f"VLLM_PLUGINS is {allowed!r}, which leaves out {NAME}: the workers would run without "
-            f"the patches. Expected it unset or naming {NAME}. Add it, or unset the variable."
+            f"the patches. Expected it unset or naming {NAME}.",
+            "Add it, or unset the variable.",
         )
 
 
