@@ -25,7 +25,7 @@ examples:
   speculators-vllm-compat check                     what is installed here
   speculators-vllm-compat check --json | jq .notices
   speculators-vllm-compat check --vllm vllm-X-py3-none-any.whl
-  speculators-vllm-compat check --vllm ~/src/vllm --speculators ~/src/speculators
+  speculators-vllm-compat check --vllm src/vllm --speculators src/speculators
 
 exit status: 0 fine, 1 a problem was found, 2 wrong usage.
 Warnings and notes leave it at 0.

@@ -32,9 +32,10 @@ def probe(sources: Sources) -> Finding:
         return unknown(problem, where, f"{sorted(_ALWAYS)}, with or without eos_token_id")
     body = module.body_text("Request.__init__")
     read = ("request_id", "num_prompt_tokens", "num_computed_tokens")
-    if unset := [name for name in read if f"self.{name} = " not in body]:
+    if unset := [name for name in read if body and f"self.{name} = " not in body]:
         return unknown(f"Request sets no {', '.join(unset)}", where, f"attributes {read}")
-    if "FINISHED_ABORTED" not in module.body_text("RequestStatus"):
+    status = module.body_text("RequestStatus")
+    if status and "FINISHED_ABORTED" not in status:
         line = at(module, module.line("RequestStatus"))
         return unknown("RequestStatus without FINISHED_ABORTED", line, "FINISHED_ABORTED")
     if signature.accepts("eos_token_id"):
