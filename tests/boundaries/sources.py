@@ -8,9 +8,8 @@ from speculators_vllm_compat.detect import Distribution, Package
 from speculators_vllm_compat.patching import Sources
 from speculators_vllm_compat.source import SourceTree
 
-
 # What probes look at beside the file that a test is about.
-_BESIDE = {
+BESIDE = {
     "vllm/v1/kv_cache_interface.py": (
         "class KVCacheConfig:\n    num_blocks: int\n    kv_cache_groups: list\n"
         "    kv_cache_layout: str | None = None\n"
@@ -29,6 +28,7 @@ _BESIDE = {
         "class GPUModelRunner:\n    def __init__(self):\n        self.input_batch = None\n"
         "        self.input_ids = None\n    def execute_model(self, scheduler_output): ...\n"
     ),
+    "vllm/model_executor/models/interfaces.py": "def supports_eagle3(model): ...\n",
     "vllm/config/parallel.py": (
         "class ParallelConfig:\n    tensor_parallel_size: int = 1\n"
         "    worker_extension_cls: str = ''\n"
@@ -38,7 +38,7 @@ _BESIDE = {
 
 def sources(folder: Path, files: dict[str, str], distribution: str = "vllm") -> Sources:
     """Write files below vllm/, speculators/ and transformers/, and read them as those packages."""
-    for name, text in {**_BESIDE, **files}.items():
+    for name, text in {**BESIDE, **files}.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

@@ -48,7 +48,8 @@ def probe(sources: Sources) -> Finding:
         if problem:
             return unknown(problem, at(module, called.line), f"{name}{given}")
     assert module is not None
-    if "self.requests" not in module.body_text("Scheduler.__init__"):
+    body = module.body_text("Scheduler.__init__")
+    if body and "self.requests" not in body:
         where = at(module, module.line("Scheduler.__init__"))
         return unknown("Scheduler without requests", where, "an attribute requests")
     output = sources.vllm.module("v1.core.sched.output")

@@ -54,7 +54,8 @@ def probe(sources: Sources) -> Finding:
     if signature is None:
         return absent(sources.vllm, "v1.core.kv_cache_utils", "init_none_hash")
     problem = misplaced(signature, ("hash_fn",)) or misreturned(module, "init_none_hash", "None")
-    if not problem and "global NONE_HASH" not in module.body_text("init_none_hash"):
+    body = module.body_text("init_none_hash")
+    if not problem and body and "global NONE_HASH" not in body:
         problem = "init_none_hash does not set NONE_HASH"
     if problem:
         expected = "init_none_hash(hash_fn), which sets the global NONE_HASH"
