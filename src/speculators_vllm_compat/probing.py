@@ -43,9 +43,10 @@ def misplaced(signature: Signature, given: Sequence[str]) -> str:
         signature: What the callee takes.
         given: The names of the parameters that the call gives values to, in its order.
     """
-    if signature.positional[: len(given)] != tuple(given):
-        return f"{signature} does not begin with {', '.join(given)}"
-    return unfit(signature, given)
+    if problem := unfit(signature, given):
+        return problem
+    in_order = signature.positional[: len(given)] == tuple(given)
+    return "" if in_order else f"{signature} does not begin with {', '.join(given)}"
 
 
 def misreturned(module: SourceModule, name: str, known: str) -> str:
