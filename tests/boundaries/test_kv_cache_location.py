@@ -26,7 +26,7 @@ _UTILS, _PLANNING = "v1/core/kv_cache_utils.py", "v1/core/kv_cache_planning.py"
 
 
 def _definitions(*names: str) -> str:
-    return "\n".join(f"def {name}(*args):\n    return __name__\n" for name in names)
+    return "\n".join(f"def {name}(specs=None):\n    return __name__\n" for name in names)
 
 
 _OLDER = {_UTILS: "import math\n" + _definitions(*_NAMES)}

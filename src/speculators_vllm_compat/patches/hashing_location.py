@@ -34,7 +34,7 @@ def probe(sources: Sources) -> Finding:
     # speculators and we call it with the name alone, whatever it is called.
     problem = misplaced(signature, signature.positional[:1] or ("hash_fn_name",))
     if problem := problem or misreturned(module, NAME, "Callable[[Any], bytes]"):
-        return unknown(problem, where, "(name of the hash function), which returns the function")
+        return unknown(problem, where, "(name of the hash function)")
     if module is sources.vllm.module("utils.hashing"):
         return not_needed(f"{NAME} lives in vllm.utils.hashing", where)
     return needed(f"{NAME} lives in vllm.utils", where)
