@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("model", metavar="MODEL", help="a model's folder, or the id of a cached one")
+    parser.add_argument("model", metavar="MODEL", help="a model's folder, or a cached one's id")
     parser.add_argument(
         "--layer-ids",
         type=int,
@@ -109,7 +109,7 @@ def main(arguments: argparse.Namespace) -> int:
         keep_log = seen.exit_status() == FAILED
         return _conclude(seen, report, log, time.monotonic() - begun)
     except KeyboardInterrupt:
-        print("rehearse: interrupted; the workers are ended, the miniature removed", file=sys.stderr)
+        print("rehearse: interrupted; workers ended, miniature removed", file=sys.stderr)
         keep_log = False
         return 130
     finally:
@@ -232,14 +232,10 @@ def _announce(report: Report) -> tuple[str, ...]:
     return status.problems if status.active else ()
 
 
-def _order(
-    arguments: argparse.Namespace, source: Path, config: dict[str, Any], work: Path
-) -> Path:
+def _order(arguments: argparse.Namespace, source: Path, config: dict[str, Any], work: Path) -> Path:
     folder = work / "miniature"
     folder.mkdir()
-    tokenizer = files.copy(
-        source, config, folder, trust_remote_code=arguments.trust_remote_code
-    )
+    tokenizer = files.copy(source, config, folder, trust_remote_code=arguments.trust_remote_code)
     order = {
         "folder": str(folder),
         "tokenizer": tokenizer,

@@ -50,7 +50,7 @@ class Settings:
 @contextlib.contextmanager
 def generator(folder: Path, settings: Settings) -> Iterator[Any]:
     """speculators' generator on a miniature; ended, with its workers, at the end."""
-    module = importlib.import_module(GENERATOR)
+    module: Any = importlib.import_module(GENERATOR)
     base = getattr(module, GENERATOR_CLASS)
 
     class Generator(base):  # type: ignore[misc,valid-type]  # as people subclass it

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import shutil
 from pathlib import Path
@@ -79,12 +80,10 @@ def find(model: str) -> Path:
 
 
 def _cached(model: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
+    hub = importlib.import_module("huggingface_hub")  # comes with transformers
     try:
-        found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError as error:
+        found = hub.try_to_load_from_cache(model, "config.json")
+    except ValueError as error:  # not an id
         raise ModelNotFoundError(f"{model}: {error}. Expected a folder or a hub id.") from error
     return Path(found).parent if isinstance(found, str) else None
 

@@ -122,19 +122,18 @@ def _attention(text: Config) -> Callable[[int], Kind]:
     if text.get("use_sliding_window") and "max_window_layers" in text:
         start = text["max_window_layers"]
         return lambda i: (*base, _choice(i < start, "full", "sliding"))
-    if interval := text.get("full_attention_interval"):
-        return lambda i: (*base, _choice((i + 1) % interval == 0, "full", "linear"))
+    if linear_but := text.get("full_attention_interval"):
+        return lambda i: (*base, _choice((i + 1) % linear_but == 0, "full", "linear"))
     if isinstance(text.get(_LINEAR), dict):
         linear = set(text[_LINEAR].get("kda_layers") or ())
         return lambda i: ("linear",) if i + 1 in linear else (*base, "full")
     if period := text.get("attn_layer_period"):
         offset = text.get("attn_layer_offset", 0)
         return lambda i: (*base, _choice(i % period == offset, "full", "state space"))
-    interval = text.get("no_rope_layer_interval") or 4
-    if "no_rope_layers" in text or "no_rope_layer_interval" in text:
-        listed = text.get("no_rope_layers")
-        if not listed:
-            return lambda i: (*base, _choice((i + 1) % interval == 0, "full", "chunked"))
+    ruled = "no_rope_layers" in text or "no_rope_layer_interval" in text
+    if ruled and not text.get("no_rope_layers"):
+        chunked_but = int(text.get("no_rope_layer_interval") or 4)
+        return lambda i: (*base, _choice((i + 1) % chunked_but == 0, "full", "chunked"))
     return lambda _index: base
 
 
@@ -162,8 +161,9 @@ def _feed_forward(text: Config) -> Callable[[int], Kind]:
     if period := text.get("expert_layer_period"):
         offset = text.get("expert_layer_offset", 0)
         return kind(lambda i: i % period == offset)
-    step, dense = text.get("decoder_sparse_step") or 1, set(text.get("mlp_only_layers") or ())
-    return kind(lambda i: i not in dense and (i + 1) % step == 0)
+    sparse_step = int(text.get("decoder_sparse_step") or 1)
+    dense = set(text.get("mlp_only_layers") or ())
+    return kind(lambda i: i not in dense and (i + 1) % sparse_step == 0)
 
 
 def _choice(condition: bool, yes: str, no: str) -> str:

@@ -26,7 +26,7 @@ class RehearsalWorkerExtension(HiddenStatesWorkerExtension):  # type: ignore[mis
     """speculators' extension as it is; its module registers the loader."""
 
 
-@register_model_loader(FORMAT)  # type: ignore[untyped-decorator]
+@register_model_loader(FORMAT)
 class RandomLoader(BaseModelLoader):  # type: ignore[misc]
     """Fills a model's parameters, quantized ones included, from seeds made of their names.
 
@@ -49,7 +49,6 @@ class RandomLoader(BaseModelLoader):  # type: ignore[misc]
                 fill(leaf, tensor.data, packed=packed, hidden=hidden, generator=generator)
 
 
-@torch.no_grad()
 def fill(
     name: str, tensor: torch.Tensor, *, packed: bool, hidden: int, generator: torch.Generator
 ) -> None:

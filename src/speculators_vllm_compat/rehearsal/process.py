@@ -49,8 +49,7 @@ class Rehearsal:
         """What the process tells, and an empty dict at least four times a second."""
         while True:
             ended = self._process.poll() is not None
-            for event in self._read(0 if ended else _TICK):
-                yield event
+            yield from self._read(0 if ended else _TICK)
             self._measure()
             if ended:
                 return

@@ -90,8 +90,12 @@ class Report:
 
     def _wrapped(self, first: str, others: str, text: str) -> None:
         for line in textwrap.wrap(
-            text, self._width, initial_indent=first, subsequent_indent=others,
-            break_long_words=False, break_on_hyphens=False,
+            text,
+            self._width,
+            initial_indent=first,
+            subsequent_indent=others,
+            break_long_words=False,
+            break_on_hyphens=False,
         ) or [first.rstrip()]:
             self.line(line)
 
@@ -113,9 +117,7 @@ class Report:
 
 def plan_lines(plan: dict[str, Any]) -> dict[str, str]:
     """What the miniature is, by field."""
-    kinds = [
-        f"{few} of {number} {name}".rstrip() for name, (few, number) in plan["kinds"].items()
-    ]
+    kinds = [f"{few} of {number} {name}".rstrip() for name, (few, number) in plan["kinds"].items()]
     layers = ", ".join(f"{layer} -> {place}" for layer, place in plan["layers"])
     reference = "transformers in float32" if plan["reference"] else "the model itself"
     more = [f"{plan['ranks']} rank" + ("s" if plan["ranks"] > 1 else ""), plan["dtype"]]

@@ -162,9 +162,7 @@ def _has_reference(small: Miniature, notes: list[str]) -> bool:
     return True
 
 
-def _latent_attention(
-    small: Miniature, dtype: str, on_cpu: bool, notes: list[str]
-) -> str | None:
+def _latent_attention(small: Miniature, dtype: str, on_cpu: bool, notes: list[str]) -> str | None:
     """Choose kernels of latent attention, or switch them off where there are none."""
     if not small.latent_attention or MLA_DISABLE in os.environ:
         return None
@@ -273,7 +271,7 @@ def _against_reference(
 
     places = course.small.places
     reference = Reference(config, Path(order.folder), course.small.text["num_hidden_layers"])
-    compared = []
+    compared: list[tuple[Any, Any]] = []
     for result in whole:
         expected = reference(result["input_ids"].tolist(), places)
         compared += zip(result["hidden_states"], expected, strict=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+import math
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -47,13 +49,18 @@ def write(config: Config, folder: Path, *, seed: int, dtype: str) -> None:
 
 
 def spread(model: Any) -> None:
-    """Vary what an untrained model has at zero or one, so that leaving it out shows.
+    """Give the parts of an untrained model the size trained ones have.
 
-    Norms and biases, that is; the matrices are random already.
+    Matrices keep the size of what goes through them: larger ones would make attention so sharp
+    that rounding grows from layer to layer. Norms and biases, at one and zero before, vary, so
+    that leaving one out shows.
     """
     import torch
 
     with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear) and module.weight.std() > 0:
+                module.weight.mul_(1 / (math.sqrt(module.in_features) * module.weight.std()))
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             leaf = name.rsplit(".", 1)[-1]
             if "e_score_correction_bias" in name:
@@ -66,15 +73,14 @@ def spread(model: Any) -> None:
 
 def make_tokenizer(vocabulary: int, folder: Path) -> None:
     """A tokenizer of whole words, for a model that came without one."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import Whitespace
     from transformers import PreTrainedTokenizerFast
 
+    tokenizers = importlib.import_module("tokenizers")  # comes with transformers
     special = ["<unk>", "<s>", "</s>"]
     words = [*special, *(f"w{i}" for i in range(vocabulary - len(special)))]
-    tokenizer = Tokenizer(WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = Whitespace()
+    numbered = {word: i for i, word in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
     ).save_pretrained(folder)
