@@ -276,7 +276,9 @@ def test_layers_asked_for_are_of_the_same_kind_and_in_order(form):
 
 def test_the_first_layers_follow_the_rules_of_the_model(form):
     small = shrink(form, None)
-    assert layers.kinds(small.text) == layers.kinds(text_of(form))[: small.text["num_hidden_layers"]]
+    assert (
+        layers.kinds(small.text) == layers.kinds(text_of(form))[: small.text["num_hidden_layers"]]
+    )
 
 
 def test_it_is_small(form):

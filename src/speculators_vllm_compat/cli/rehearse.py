@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..rehearsal import files, miniature
 from ..rehearsal.process import Rehearsal
-from ..rehearsal.report import Progress, Report, megabytes, plan_lines, proved
+from ..rehearsal.report import Progress, Report, gibibytes, plan_lines, proved, worker_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -189,9 +189,9 @@ def _conclude(seen: _Seen, report: Report, log: Path, seconds: float) -> int:
     elif status == OK:
         report.items("proved:", proved(seen.plan, seen.outcomes, seen.start))
         report.items("not proved:", _not_proved(seen))
-    memory = f"peak memory {megabytes(seen.peak_memory)} (this process left out)"
+    memory = f"peak memory {gibibytes(seen.peak_memory)} (this process left out)"
     if seen.gpu_memory is not None:
-        memory += f", {megabytes(seen.gpu_memory)} on a GPU"
+        memory += f", {gibibytes(seen.gpu_memory)} on a GPU"
     report.line()
     word = report.style("passed", "good") if status == OK else report.style("FAILED", "bad")
     report.line(f"{word} in {seconds:.0f} s, {memory}")
@@ -205,6 +205,13 @@ def _tell_failure(seen: _Seen, report: Report, log: Path) -> None:
     report.line(report.style(f"failed while {seen.stage}:", "bad"))
     report.line(reason)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    if cause := worker_error(lines):
+        report.line(f"in a worker: {cause}")
+    if seen.plan and seen.plan["own_dtype"] not in (None, seen.plan["dtype"]):
+        report.line(
+            f"It ran in {seen.plan['dtype']}, and not every kernel takes that; the model's own "
+            f"dtype is {seen.plan['own_dtype']}: try --dtype {seen.plan['own_dtype']}."
+        )
     report.line()
     report.line(f"the last lines of its log, {log}:")
     for line in lines[-_LOG_LINES:]:

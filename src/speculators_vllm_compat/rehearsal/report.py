@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import textwrap
 import time
@@ -12,6 +13,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _PATIENCE = 2.0  # seconds before a stage is told about
+# vLLM logs a worker's traceback line by line: "(Worker pid=7) ERROR ... [file:1] ValueError: ..."
+_WORKER_ERROR = re.compile(r"^\(Worker.*\bERROR\b[^\]]*\] ((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
 _STYLES = {"good": "32", "bad": "31;1", "faint": "2"}
 
 
@@ -148,5 +151,11 @@ def proved(plan: dict[str, Any], outcomes: Sequence[dict[str, Any]], start: str)
     return found
 
 
-def megabytes(count: int) -> str:
+def worker_error(lines: Iterable[str]) -> str:
+    """The last error that a worker logged, as "TypeError: ..."; empty when none did."""
+    found = [match.group(1) for line in lines if (match := _WORKER_ERROR.search(line))]
+    return found[-1] if found else ""
+
+
+def gibibytes(count: int) -> str:
     return f"{count / 2**30:.1f} GiB"

@@ -63,6 +63,7 @@ class Course:
     Attributes:
         small: The miniature.
         dtype: Of the model and of the written weights.
+        own_dtype: What the config states.
         reference: transformers has the architecture, and there is no quantization.
         latent_backend: The attention backend to ask vLLM for, or None.
         notes: What is not proved by this course, and why.
@@ -70,6 +71,7 @@ class Course:
 
     small: Miniature
     dtype: str
+    own_dtype: str | None
     reference: bool
     latent_backend: str | None
     notes: list[str]
@@ -93,13 +95,13 @@ def plan(order: Order) -> Course:
     if small.dropped_quantization:
         why = "a build for the CPU" if order.quantization == "auto" else "as asked"
         notes.append(f"the quantization scheme {small.dropped_quantization}: left out, {why}")
-    own = miniature.own_dtype(config) or "unknown"
+    own = miniature.own_dtype(config)
     dtype = order.dtype
     if dtype == "auto":
         # The kernels of latent attention and of quantized weights take no float32 on a GPU.
         reduced = not on_cpu and (small.latent_attention or small.quantization)
         dtype = "bfloat16" if reduced else "float32"
-    if own != dtype:
+    if own not in (None, dtype):
         notes.append(f"the kernels for {own}, the model's dtype: it ran in {dtype}")
     backend = _latent_attention(small, dtype, on_cpu, notes)
     if on_cpu:
@@ -108,7 +110,7 @@ def plan(order: Order) -> Course:
     if not on_cpu and dtype == "float32":
         # Triton multiplies float32 in TF32 unless told otherwise, 4e-3 off.
         os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
-    return Course(small, dtype, _has_reference(small, notes), backend, notes)
+    return Course(small, dtype, own, _has_reference(small, notes), backend, notes)
 
 
 def rehearse(order: Order, tell: Callable[..., None]) -> None:
@@ -227,6 +229,7 @@ def _described(order: Order, course: Course) -> dict[str, Any]:
         "kinds": {name: list(counts) for name, counts in small.kinds.items()},
         "layers": list(zip(small.layers, small.places, strict=True)),
         "dtype": course.dtype,
+        "own_dtype": course.own_dtype,
         "ranks": order.tensor_parallel_size,
         "latent_backend": course.latent_backend,
         "quantization": small.quantization,
