@@ -214,7 +214,8 @@ def _tell_failure(seen: _Seen, report: Report, log: Path) -> None:
         )
     report.line()
     report.line(f"the last lines of its log, {log}:")
-    for line in lines[-_LOG_LINES:]:
+    telling = [line for line in lines if " INFO " not in line]
+    for line in telling[-_LOG_LINES:]:
         report.line(f"  {line}")
 
 

@@ -18,7 +18,7 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2, "float16": 1e-2}
 # Rounding of reduced precision sends a token whose experts score alike to other ones, rightly.
 TIES = 0.1
 # What neighbouring layers have to differ by for the comparison to be able to fail.
-TELLING = 10
+TELLING = 5
 
 LENGTHS = (200, 1, 15, 16, 17, 130, 30, 45, 5, 90, 60, 12)  # more than ten; the first is long
 BUDGET = 96  # fewer tokens than the longest prompt has

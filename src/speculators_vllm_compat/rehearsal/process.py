@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+_COMMAND = (sys.executable, "-m", "speculators_vllm_compat.rehearsal.stage")
 _PATIENCE = 10.0  # seconds for workers to end by themselves
 _TICK = 0.25
 
@@ -33,10 +34,9 @@ class Rehearsal:
         reading, writing = os.pipe()
         self._events = reading
         self._buffer = b""
-        module = "speculators_vllm_compat.rehearsal.stage"
         with log.open("ab") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(order), str(writing)],
+                [*_COMMAND, str(order), str(writing)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -79,10 +79,12 @@ class Rehearsal:
         deadline = time.monotonic() + (2.0 if self._members() else 0.0)
         while time.monotonic() < deadline and self._members():
             time.sleep(0.05)  # Python's resource tracker removes shared memory, then ends
-        for member in self._members():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member, signal.SIGKILL)
-        self._process.wait()
+        while members := self._members():
+            for member in members:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGKILL)
+            time.sleep(0.02)
+            self._process.poll()  # a child that was killed stays until it is asked for
         if self._events >= 0:
             os.close(self._events)
             self._events = -1
