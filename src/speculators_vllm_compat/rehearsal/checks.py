@@ -69,7 +69,7 @@ class Judge:
         wrong = int((off > self.tolerance).sum())
         worst = float(off.max())
         if wrong <= self.ties * len(off):
-            note = f"{wrong} of {len(off)} rows are ties between experts" if wrong else ""
+            note = f"{wrong} of {len(off)} rows are off, as ties between experts" if wrong else ""
             return Outcome(name, True, note, worst)
         note = f"{wrong} of {len(off)} rows differ by more than {self.tolerance:.0e}"
         if self.experts and wrong <= max(1, TIES * len(off)):

@@ -111,10 +111,10 @@ class Report:
         word, style = {True: ("ok", "good"), False: ("FAILED", "bad"), None: ("-", "faint")}[passed]
         text = "" if difference is None else ("0" if difference == 0 else f"{difference:.1e}")
         note = outcome["note"]
-        if passed and note:
-            text = f"{text}  {note}".strip()
+        if passed and not text:
+            text, note = note, ""
         self.line(f"{outcome['name']:<30}{self.style(f'{word:<9}', style)}{text}".rstrip())
-        if note and not passed:
+        if note:
             self._wrapped("    ", "    ", note)
 
 

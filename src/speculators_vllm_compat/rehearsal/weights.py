@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .layers import Config
 
 # An expert's own part, where they are variations of one: the other part is all of theirs.
-_OWN = 0.3
+_OWN = 0.2
 _OF_EXPERT = re.compile(r"(?<=\.experts\.)\d+\.")
 
 
