@@ -18,7 +18,7 @@ import torch
 import speculators_vllm_compat.loop
 from cell import patched
 from speculators_vllm_compat.cli import rehearse
-from speculators_vllm_compat.rehearsal import files, stage
+from speculators_vllm_compat.rehearsal import files, parameters, stage
 from speculators_vllm_compat.rehearsal.checks import Judge, finite, form, pairs, relative, telling
 from speculators_vllm_compat.rehearsal.engine import has_backend
 
@@ -370,3 +370,55 @@ def test_states_that_cannot_be_told_apart():
 def test_shapes_that_differ():
     outcome = EXACT.compare("x", pairs(results([4]), results([5])))
     assert outcome.note == "a result has shape (4, 8); expected (5, 8)"
+
+
+def filled(tensor: torch.Tensor, name: str = "weight", codes: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    parameters.fill(name, tensor, codes=codes, hidden=256, generator=generator)
+    return tensor
+
+
+def test_weights_keep_the_size_of_what_goes_through_them():
+    assert filled(torch.empty(512, 256)).std() == pytest.approx(1 / 16, rel=0.02)
+    norm = filled(torch.empty(4096))
+    assert norm.mean() == pytest.approx(1, abs=0.01)
+    assert norm.std() == pytest.approx(0.1, rel=0.05)
+    assert filled(torch.empty(4096), "bias").abs().mean() < 0.1
+    assert filled(torch.empty(1), "k_scale") == 1
+
+
+def test_int4_codes_have_no_mean_and_their_scales_make_them_small():
+    own = {
+        "weight_packed": torch.empty(512, 32, dtype=torch.int32),
+        "weight_scale": torch.empty(512, 2),
+        "weight_shape": torch.empty(2, dtype=torch.int64),
+    }
+    codes = parameters.code_size(own)
+    for name, tensor in own.items():
+        filled(tensor, name, codes)
+    assert own["weight_shape"].tolist() == [0, 0]
+    packed = own["weight_packed"].view(torch.uint8).int()
+    numbers = torch.cat([packed % 16, packed // 16]).float() - 8
+    weights = numbers * own["weight_scale"].mean()
+    assert numbers.mean() == pytest.approx(0, abs=0.05)
+    assert weights.std() == pytest.approx(1 / 16, rel=0.05)
+
+
+def test_int8_and_fp8_codes():
+    own = {"weight": torch.empty(512, 256, dtype=torch.int8), "weight_scale": torch.empty(512, 1)}
+    codes = parameters.code_size(own)
+    weights = filled(own["weight"], "weight", codes) * filled(own["weight_scale"], "s_scale", codes)
+    assert weights.std() == pytest.approx(1 / 16, rel=0.1)
+    assert weights.mean().abs() < 0.002
+    own = {"weight": torch.empty(512, 256, dtype=torch.float8_e4m3fn)}
+    assert parameters.code_size(own) == 1
+    assert filled(own["weight"]).float().std() == pytest.approx(1 / 16, rel=0.05)
+
+
+def test_mxfp4_exponents():
+    scales = filled(torch.empty(512, 8, dtype=torch.uint8), "w13_weight_scale", 4.3)
+    assert 2.0 ** (scales.float().mean() - 127) * 3 == pytest.approx(1 / 16, rel=0.5)
+
+
+def test_a_parameter_is_the_same_wherever_it_is_made():
+    assert torch.equal(filled(torch.empty(64, 64)), filled(torch.empty(64, 64)))
