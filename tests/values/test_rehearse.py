@@ -197,7 +197,9 @@ def test_interrupted_it_leaves_nothing(environment, model):
             time.sleep(0.05)
         processes = _descendants(started.pid)
         assert len(processes) >= 2  # the stage and a worker, or Python's resource tracker
-        started.send_signal(signal.SIGINT)
+        for _ in range(3):  # as impatient people do
+            started.send_signal(signal.SIGINT)
+            time.sleep(0.3)
         _, told = started.communicate(timeout=60)
     finally:
         started.kill()

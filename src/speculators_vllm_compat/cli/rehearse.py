@@ -35,6 +35,7 @@ exit status: 0 everything passed, 1 something did not, 2 the command cannot be u
 """
 OK, FAILED, USAGE = 0, 1, 2
 _LOG_LINES = 15
+_ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -150,7 +151,8 @@ def _follow(rehearsal: Rehearsal, report: Report, progress: Progress) -> _Seen:
         seen.process_status = rehearsal.status
     finally:
         progress.clear()
-        rehearsal.end()
+        with _undisturbed():
+            rehearsal.end()
     seen.stage, seen.peak_memory = progress.stage, rehearsal.peak_memory
     return seen
 
@@ -234,8 +236,7 @@ def _announce(report: Report) -> tuple[str, ...]:
     import speculators_vllm_compat
 
     status = speculators_vllm_compat.status()
-    needed = sum(patch.verdict == "needed" for patch in status.patches)
-    on = f"{needed} patches, {status.matrix}" if status.active else "patches are switched off"
+    on = f"patched, {status.matrix}" if status.active else "patches are switched off"
     report.field("pair", f"{status.speculators}, {status.vllm}: {on}")
     return status.problems if status.active else ()
 
@@ -286,6 +287,17 @@ def _terminated_as_interrupted() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """A second Ctrl-C does not keep us from cleaning up after the first; it takes seconds."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in _ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _positive(text: str) -> int:

@@ -80,7 +80,10 @@ def find(model: str) -> Path:
 
 
 def _cached(model: str) -> Path | None:
-    hub = importlib.import_module("huggingface_hub")  # comes with transformers
+    try:
+        hub = importlib.import_module("huggingface_hub")  # comes with transformers
+    except ImportError:
+        return None
     try:
         found = hub.try_to_load_from_cache(model, "config.json")
     except ValueError as error:  # not an id
