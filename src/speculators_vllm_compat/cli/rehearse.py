@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -265,8 +266,12 @@ def _order(arguments: argparse.Namespace, source: Path, config: dict[str, Any], 
 
 @contextlib.contextmanager
 def _work_folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="speculators-vllm-compat-") as folder:
+    folder = tempfile.mkdtemp(prefix="speculators-vllm-compat-")
+    try:
         yield Path(folder)
+    finally:
+        with _undisturbed():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _new_log() -> Path:
