@@ -76,7 +76,7 @@ def test_progress_is_redrawn_on_a_terminal(monkeypatch):
     stream = Terminal()
     progress = Progress(stream)
     progress.enter("slow")
-    for now[0] in (3.0, 4.0):
+    for now[0] in (3.0, 3.1, 3.2, 4.0):
         progress.tick()
     progress.clear()
     assert stream.getvalue() == "\r\033[Kslow ... 3 s\r\033[Kslow ... 4 s\r\033[K"

@@ -35,7 +35,7 @@ class Progress:
         self._stage = ""
         self._since = self._begun
         self._told = ""
-        self._drawn = False
+        self._drawn = ""  # what stands on the terminal's line
 
     @property
     def stage(self) -> str:
@@ -50,9 +50,11 @@ class Progress:
         if not self._stage or now - self._since < _PATIENCE:
             return
         if self._redraw:
-            self._drawn = True
-            self._stream.write(f"\r\033[K{self._stage} ... {now - self._begun:.0f} s")
-            self._stream.flush()
+            text = f"{self._stage} ... {now - self._begun:.0f} s"
+            if text != self._drawn:
+                self._stream.write(f"\r\033[K{text}")
+                self._stream.flush()
+                self._drawn = text
         elif self._told != self._stage:
             self._told = self._stage
             self._stream.write(f"{self._stage} ...\n")
@@ -62,7 +64,7 @@ class Progress:
         if self._drawn:
             self._stream.write("\r\033[K")
             self._stream.flush()
-            self._drawn = False
+            self._drawn = ""
 
 
 class Report:
