@@ -88,8 +88,9 @@ def test_a_workers_error():
         "(Worker pid=7) ERROR 12-01 13:33:56 [m.py:1055] RuntimeError: expected BFloat16",
         "RuntimeError: Worker failed with error 'expected BFloat16'",
     ]
-    assert worker_error(lines) == "RuntimeError: expected BFloat16"
-    assert worker_error(lines[2:]) == ""
+    error = "RuntimeError: expected BFloat16"
+    assert worker_error(lines) == (error, ['  File "x.py", line 1', error])
+    assert worker_error(lines[2:]) == ("", [])
 
 
 def parsed(*words: str) -> argparse.Namespace:

@@ -175,7 +175,7 @@ def test_without_the_patches_it_fails_and_says_where(environment, model):
     assert ended.returncode == 1
     assert "patches are switched off" in ended.stdout
     assert "failed while starting the engine" in ended.stdout
-    assert "the last lines of its log" in ended.stdout
+    assert "the last lines of the log" in ended.stdout
     [log] = left_behind(environment)  # the log alone
     assert log.endswith(".log")
 

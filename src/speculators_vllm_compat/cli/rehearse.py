@@ -186,7 +186,8 @@ def _conclude(seen: _Seen, report: Report, log: Path, seconds: float) -> int:
     if status == USAGE:
         print(f"rehearse: {seen.unusable}", file=sys.stderr)
         return status
-    report.line()
+    if seen.outcomes:
+        report.line()
     if not seen.done:
         _tell_failure(seen, report, log)
     elif status == OK:
@@ -205,19 +206,21 @@ def _conclude(seen: _Seen, report: Report, log: Path, seconds: float) -> int:
 
 def _tell_failure(seen: _Seen, report: Report, log: Path) -> None:
     reason = seen.error or f"the process ended with status {seen.process_status}"
-    report.line(report.style(f"failed while {seen.stage}:", "bad"))
-    report.line(reason)
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    if cause := worker_error(lines):
-        report.line(f"in a worker: {cause}")
+    cause, traced = worker_error(lines)
+    report.line(report.style(f"failed while {seen.stage}:", "bad"))
+    report.paragraph(reason)
+    if cause:
+        report.paragraph(f"in a worker: {cause}")
     if seen.plan and seen.plan["own_dtype"] not in (None, seen.plan["dtype"]):
-        report.line(
-            f"It ran in {seen.plan['dtype']}, and not every kernel takes that; the model's own "
+        report.paragraph(
+            f"It ran in {seen.plan['dtype']}, and not every kernel takes that. The model's own "
             f"dtype is {seen.plan['own_dtype']}: try --dtype {seen.plan['own_dtype']}."
         )
     report.line()
-    report.line(f"the last lines of its log, {log}:")
-    telling = [line for line in lines if " INFO " not in line]
+    whose = "the end of the worker's traceback in" if traced else "the last lines of"
+    report.paragraph(f"{whose} the log, {log}:")
+    telling = traced or [line for line in lines if " INFO " not in line]
     for line in telling[-_LOG_LINES:]:
         report.line(f"  {line}")
 

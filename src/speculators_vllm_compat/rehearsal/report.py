@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 _PATIENCE = 2.0  # seconds before a stage is told about
 # vLLM logs a worker's traceback line by line: "(Worker pid=7) ERROR ... [file:1] ValueError: ..."
-_WORKER_ERROR = re.compile(r"^\(Worker.*\bERROR\b[^\]]*\] ((?:\w+\.)*\w*(?:Error|Exception)\b.*)")
+_WORKER_LOG = re.compile(r"\(Worker[^)]*\) ERROR [^\]]*\] ?(.*)")
+_ERROR = re.compile(r"(?:\w+\.)*\w*(?:Error|Exception)\b")
 _STYLES = {"good": "32", "bad": "31;1", "faint": "2"}
 
 
@@ -86,6 +87,9 @@ class Report:
         """A name and a text that may go over several lines."""
         self._wrapped(f"{name:<12}", " " * 12, text)
 
+    def paragraph(self, text: str) -> None:
+        self._wrapped("", "", text)
+
     def items(self, title: str, texts: Iterable[str]) -> None:
         listed = list(texts)
         if listed:
@@ -153,10 +157,16 @@ def proved(plan: dict[str, Any], outcomes: Sequence[dict[str, Any]], start: str)
     return found
 
 
-def worker_error(lines: Iterable[str]) -> str:
-    """The last error that a worker logged, as "TypeError: ..."; empty when none did."""
-    found = [match.group(1) for line in lines if (match := _WORKER_ERROR.search(line))]
-    return found[-1] if found else ""
+def worker_error(lines: Iterable[str]) -> tuple[str, list[str]]:
+    """The last error a worker logged, as "TypeError: ...", and the traceback that ends with it.
+
+    Both are empty when there is none.
+    """
+    logged = [match.group(1) for line in lines if (match := _WORKER_LOG.match(line))]
+    ends = [index for index, line in enumerate(logged) if _ERROR.match(line)]
+    if not ends:
+        return "", []
+    return logged[ends[-1]], logged[: ends[-1] + 1]
 
 
 def gibibytes(count: int) -> str:
