@@ -18,7 +18,7 @@ import torch
 import speculators_vllm_compat.loop
 from cell import patched
 from speculators_vllm_compat.cli import rehearse
-from speculators_vllm_compat.rehearsal import files, parameters, stage
+from speculators_vllm_compat.rehearsal import files, parameters, process, stage
 from speculators_vllm_compat.rehearsal.checks import Judge, finite, form, pairs, relative, telling
 from speculators_vllm_compat.rehearsal.engine import has_backend
 
@@ -206,7 +206,8 @@ def test_interrupted_it_leaves_nothing(environment, model):
     assert started.returncode == 130
     assert "interrupted; workers ended" in told
     assert not left_behind(environment)
-    assert not [pid for pid in processes if Path(f"/proc/{pid}").exists()]
+    # One that ended stays listed where nobody collects it, as in some containers.
+    assert not [pid for pid in processes if process._session(pid) is not None]
 
 
 def _descendants(pid: int) -> list[int]:

@@ -84,7 +84,7 @@ class Rehearsal:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(member, signal.SIGKILL)
             time.sleep(0.02)
-            self._process.poll()  # a child that was killed stays until it is asked for
+        self._process.wait()  # it has ended; nobody else would collect it
         if self._events >= 0:
             os.close(self._events)
             self._events = -1
