@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 COMMANDS = {
     "check": "tell what is installed, what gets patched and what will bite; imports nothing of it",
     "run": "run an unchanged script or module with the patches",
+    "rehearse": "run the generator on a miniature of a model, before the model is loaded",
 }
 
 
