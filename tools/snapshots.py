@@ -20,8 +20,8 @@ import releases
 from speculators_vllm_compat.detect import Distribution, Package
 from speculators_vllm_compat.patches import PATCHES
 from speculators_vllm_compat.patching import Finding, Patch, Sources, Verdict
-from speculators_vllm_compat.plan import Plan, plan_for, run_probe
-from speculators_vllm_compat.source import Call, Parameter, Signature, SourceTree
+from speculators_vllm_compat.plan import Plan, make_plan, run_probe
+from speculators_vllm_compat.source import Call, Import, Parameter, Signature, SourceTree
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 FOLDER = REPOSITORY / "snapshots"
@@ -63,6 +63,17 @@ class Listener:
             self.facts[name] = {"path": path.as_posix()}
         return _HeardModule(found, self.facts[name])
 
+    def find(self, name: str) -> Any:
+        return self._tree_asked("find", name, bool(self._tree.find(name)))
+
+    def provides(self, module: str, name: str) -> bool:
+        answer = self._tree.provides(module, name)
+        return self._tree_asked("provides", f"{module} {name}", answer)
+
+    def _tree_asked(self, query: str, what: str, answer: bool) -> bool:
+        self.facts.setdefault("", {})[f"{query} {what}"] = answer
+        return answer
+
     def where(self, name: str) -> str:
         return f"{self._package}/{name.replace('.', '/')}.py"
 
@@ -103,6 +114,18 @@ class Snapshot:
             self._modules[name] = facts and _RecordedModule(facts, name, self)
         return self._modules[name]
 
+    def find(self, name: str) -> bool:
+        return self._tree_answer(f"find {name}")
+
+    def provides(self, module: str, name: str) -> bool:
+        return self._tree_answer(f"provides {module} {name}")
+
+    def _tree_answer(self, question: str) -> bool:
+        facts = self.content["modules"].get("", {})
+        if question not in facts:
+            raise self._unheard(question)
+        return bool(facts[question])
+
     def where(self, name: str) -> str:
         return f"{self._package}/{name.replace('.', '/')}.py"
 
@@ -141,6 +164,10 @@ def _encode(answer: Any) -> Any:
             for p in answer.parameters
         ]
         return {"takes": [*takes, *(["**"] if answer.any_keyword else [])], "line": answer.line}
+    if isinstance(answer, tuple) and all(isinstance(item, str) for item in answer):
+        return list(answer)
+    if isinstance(answer, tuple) and isinstance(answer[0], Import):
+        return [{"from": "." * i.level + i.module, "name": i.name, "line": i.line} for i in answer]
     if isinstance(answer, tuple):
         return [
             {"call": sorted(c.keywords), "positional": c.positional, "line": c.line} for c in answer
@@ -157,9 +184,18 @@ def _decode(value: Any) -> Any:
             if text != "**"
         )
         return Signature(parameters, "**" in value["takes"], value["line"])
+    if isinstance(value, list) and value and "from" in value[0]:
+        return tuple(_import(item) for item in value)
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
     if isinstance(value, list):
         return tuple(Call(frozenset(c["call"]), c["positional"], c["line"]) for c in value)
     return value
+
+
+def _import(item: dict[str, Any]) -> Import:
+    module = item["from"].lstrip(".")
+    return Import(module, len(item["from"]) - len(module), item["name"], item["line"])
 
 
 def without_lines(value: Any) -> Any:
@@ -175,11 +211,18 @@ def without_lines(value: Any) -> Any:
 
 def plan_over(speculators: Any, vllm: Any, speculators_version: str, vllm_version: str) -> Plan:
     """The plan for a pair, whatever answers the probes: source, snapshot or listener."""
-    packages = [
-        Package(name, Path(name), (Distribution(name, version, Path()),))
-        for name, version in (("vllm", vllm_version), ("speculators", speculators_version))
-    ]
-    return plan_for(*packages, vllm, speculators, None)
+    given = {
+        "vllm": _package("vllm", vllm_version, vllm),
+        "speculators": _package("speculators", speculators_version, speculators),
+        "transformers": Package("transformers", None, ()),
+    }
+    return make_plan(given)
+
+
+def _package(name: str, version: str, tree: Any) -> Package:
+    package = Package(name, Path(name), (Distribution(name, version, Path()),))
+    vars(package)["source"] = tree  # in place of its files
+    return package
 
 
 @functools.cache
@@ -269,7 +312,7 @@ def compare(base: str, version: str) -> tuple[list[str], list[str]]:
 def _sound(patch: Patch, vllm: Any, ours: Any, version: str) -> tuple[dict[str, Any], Finding]:
     """What one probe asks and is answered, and what it concludes."""
     listener = Listener(vllm, "vllm", {})
-    package = Package("vllm", Path("vllm"), (Distribution("vllm", version, Path()),))
+    package = _package("vllm", version, vllm)
     finding = run_probe(patch, Sources(listener, ours, None, package))
     return listener.facts, finding
 
@@ -283,7 +326,8 @@ def _differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
             continue
         for question in sorted(before.keys() & after.keys()):
             if before[question] != after[question]:
-                yield f"{after['path']}: {question}: {_change(before[question], after[question])}"
+                change = _change(before[question], after[question])
+                yield f"{after.get('path', 'vllm')}: {question}: {change}"
 
 
 def _change(before: Any, after: Any) -> str:

@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
+from .errors import InstallationError
+from .source import SourceTree
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 _VERSION_FILES = ("_version.py", "version.py", "__init__.py")
 _VERSION_LINE = re.compile(r"^(?:__version__|version)\b[^'\"\n]*=\s*['\"]([^'\"]+)['\"]", re.M)
@@ -33,11 +36,13 @@ class Distribution:
         name: As its metadata spells it.
         version: As its metadata spells it.
         location: The folder it is installed in.
+        requires: The requirements its metadata states.
     """
 
     name: str
     version: str
     location: Path
+    requires: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,17 +53,27 @@ class Package:
         module: The module's name, such as ``vllm``.
         root: The folder an import would take it from, or None when it would fail.
         distributions: Every installed distribution that provides it.
-        problems: What is wrong with the installation, in full sentences.
+        problems: What is wrong with the installation.
     """
 
     module: str
     root: Path | None
     distributions: tuple[Distribution, ...]
-    problems: tuple[str, ...] = ()
+    problems: tuple[InstallationError, ...] = ()
 
     @property
     def distribution(self) -> Distribution | None:
         return self.distributions[0] if len(self.distributions) == 1 else None
+
+    @property
+    def location(self) -> Path | None:
+        """What to tell people of where it is."""
+        return self.root
+
+    @cached_property
+    def source(self) -> SourceTree | None:
+        """Its source files, or None when there are none."""
+        return None if self.root is None else SourceTree(self.root)
 
     @cached_property
     def version_text(self) -> str | None:
@@ -100,39 +115,84 @@ def parse_version(text: str | None) -> Version | None:
         return None
 
 
+def installed(path: list[str] | None = None) -> Iterator[tuple[str, metadata.Distribution]]:
+    """Every installed distribution with its normalised name.
+
+    Only the names are read out of the metadata: parsing the whole of it takes a second for the
+    two hundred distributions that vLLM comes with.
+
+    Args:
+        path: The folders to look in; the import path when left out.
+    """
+    everywhere = metadata.distributions() if path is None else metadata.distributions(path=path)
+    for found in everywhere:
+        name = header(found, "Name")
+        if name:
+            yield normalised(name), found
+
+
+def header(found: metadata.Distribution, field: str) -> str:
+    """One field of a distribution's metadata, or "" when it is not there."""
+    return next(iter(headers(found, field)), "")
+
+
+def headers(found: metadata.Distribution, field: str) -> list[str]:
+    """Every occurrence of a field in a distribution's metadata."""
+    try:
+        text = found.read_text("METADATA") or found.read_text("PKG-INFO") or found.read_text("")
+    except UnicodeDecodeError:  # damaged
+        return []
+    head = (
+        (text or "").replace("\r\n", "\n").partition("\n\n")[0]
+    )  # what follows is the description
+    return [value.strip() for value in re.findall(rf"^{field}:(.*)$", head, re.M | re.I)]
+
+
 def detect(module: str) -> Package:
     """Look for a top-level module among what can be imported and what is installed."""
     root, stray = _origin(module)
-    distributions = tuple(_providers(module))
+    distributions = tuple(providers(module))
     problems = []
     if stray is not None:
         kind = "file" if stray.suffix else "bare folder"
         problems.append(
-            f"{stray} is a {kind} named {module}, not an installation: there is no "
-            f"{module}/__init__.py. Rename it, or start from another folder, so that an installed "
-            f"{module} is found."
+            InstallationError(
+                f"{stray} is a {kind} named {module}, not an installation: there is no "
+                f"{module}/__init__.py.",
+                f"Rename it, or start from another folder, so that an installed {module} is found.",
+            )
         )
     elif root is None and distributions:
-        listed = ", ".join(f"{d.name} {d.version} in {d.location}" for d in distributions)
         problems.append(
-            f"{listed}: the metadata says that {module} is installed, but it cannot be found. Its "
-            "files are gone, or an installation was interrupted. Install it again."
+            InstallationError(
+                f"{_listed(distributions)}: the metadata says that {module} is installed, but it "
+                "cannot be found. Its files are gone, or an installation was interrupted.",
+                "Install it again.",
+            )
         )
     if len(distributions) > 1:
-        listed = ", ".join(f"{d.name} {d.version} in {d.location}" for d in distributions)
         problems.append(
-            f"{len(distributions)} distributions provide the module {module}: {listed}. Their "
-            f"files overwrite each other; exactly one was expected. Uninstall all of them, then "
-            f"install the one you want."
+            InstallationError(
+                f"{len(distributions)} distributions provide the module {module}: "
+                f"{_listed(distributions)}. Their files overwrite each other; exactly one was "
+                "expected.",
+                "Uninstall all of them, then install the one you want.",
+            )
         )
     elif distributions and root is not None and not _provides(distributions[0], root):
         found = distributions[0]
         problems.append(
-            f"import {module} takes {root}, but {found.name} {found.version} is installed in "
-            f"{found.location}: a folder on the import path shadows it. Remove that folder from "
-            f"the path, or uninstall {found.name}."
+            InstallationError(
+                f"import {module} takes {root}, but {found.name} {found.version} is installed in "
+                f"{found.location}: a folder on the import path shadows it.",
+                f"Remove that folder from the path, or uninstall {found.name}.",
+            )
         )
     return Package(module, root, distributions, tuple(problems))
+
+
+def _listed(distributions: Sequence[Distribution]) -> str:
+    return ", ".join(f"{d.name} {d.version} in {d.location}" for d in distributions)
 
 
 def _origin(module: str) -> tuple[Path | None, Path | None]:
@@ -151,25 +211,30 @@ def _origin(module: str) -> tuple[Path | None, Path | None]:
     return Path(spec.origin).parent, None
 
 
-def _normalised(name: str) -> str:
+def normalised(name: str) -> str:
+    """A distribution's name as PEP 503 compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _providers(module: str) -> Iterator[Distribution]:
+def providers(module: str, path: list[str] | None = None) -> Iterator[Distribution]:
+    """The distributions that provide a module, on the import path or in the folders given."""
     seen = set()
-    for found in metadata.distributions():
-        name = found.metadata["Name"]
-        if not name or not _normalised(name).startswith(_normalised(module)):
+    for name, found in installed(path):
+        if not name.startswith(normalised(module)):
             continue
         # Resolved: one folder can be on the import path twice, as "" and by name.
         location = Path(str(found.locate_file(""))).resolve()
         provides = _has_file(found, f"{module}/__init__.py") or _is_editable(found, name, module)
-        if provides and (_normalised(name), location) not in seen:
-            seen.add((_normalised(name), location))
-            yield Distribution(name, found.version, location)
+        if provides and (name, location) not in seen:
+            seen.add((name, location))
+            requires = tuple(headers(found, "Requires-Dist"))
+            yield Distribution(header(found, "Name"), header(found, "Version"), location, requires)
 
 
 def _has_file(found: metadata.Distribution, name: str) -> bool:
+    record = found.read_text("RECORD")
+    if record is not None:  # as a text: six thousand lines are slow to take apart
+        return re.search(rf'^"?{re.escape(name)}"?,', record, re.M) is not None
     return any(str(file) == name for file in found.files or ())
 
 
@@ -177,7 +242,7 @@ def _is_editable(found: metadata.Distribution, name: str, module: str) -> bool:
     direct = found.read_text("direct_url.json") or ""
     with contextlib.suppress(ValueError):  # not JSON
         folder = json.loads(direct).get("dir_info", {})
-        return _normalised(name) == _normalised(module) and folder.get("editable") is True
+        return name == normalised(module) and folder.get("editable") is True
     return False
 
 

@@ -5,7 +5,16 @@ class CompatError(Exception):
     """Something about the installed pair, or a call, that cannot be made right.
 
     The message says what was found, what was expected and what to do.
+
+    Args:
+        message: What was found and what was expected.
+        remedy: What to do, where reports show it on a line of its own.
     """
+
+    def __init__(self, message: str, remedy: str = "") -> None:
+        super().__init__(f"{message} {remedy}".strip())
+        self.message = message
+        self.remedy = remedy
 
 
 class InstallationError(CompatError):

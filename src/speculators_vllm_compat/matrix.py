@@ -116,7 +116,8 @@ def load() -> Matrix:
     if not path.is_file():
         raise MatrixError(
             f"{FILE_NAME} was not found beside {Path(__file__).parent}: the installation is "
-            "incomplete. Install the package again."
+            "incomplete.",
+            "Install the package again.",
         )
     return parse(path.read_text(encoding="utf-8"), str(path))
 
@@ -135,7 +136,7 @@ def parse(text: str, source: str, known_patches: Iterable[str] | None = None) ->
     try:
         data = yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
-        raise MatrixError(f"{source} is not YAML: {error}. Mend it.") from error
+        raise MatrixError(f"{source} is not YAML: {error}.", "Mend it.") from error
     reader = _Reader(source, frozenset(known_patches) if known_patches is not None else None)
     return reader.matrix(data)
 
@@ -260,5 +261,5 @@ class _Reader:
 
     def _error(self, place: str, expected: str, found: Any) -> MatrixError:
         return MatrixError(
-            f"{self._source}: {place}: expected {expected}, found {found!r}. Mend that entry."
+            f"{self._source}: {place}: expected {expected}, found {found!r}.", "Mend that entry."
         )

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING
 
 from . import matrix
 from .detect import Package, detect
-from .errors import CompatError, InstallationError, MatrixError, UnknownFormError
+from .errors import CompatError, MatrixError, UnknownFormError
 from .patches import PATCHES
 from .patching import Finding, Patch, Sources, Verdict
-from .source import SourceTree
 from .switches import SKIP, skipped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class Plan:
     Attributes:
         speculators: The installed speculators.
         vllm: The installed vLLM.
+        transformers: The installed transformers.
         cell: The matrix's entry for the pair, or None when it has none.
         decisions: One for every patch, in the order of application.
         skipped: Ids of patches left out on request.
@@ -40,6 +40,7 @@ class Plan:
 
     speculators: Package
     vllm: Package
+    transformers: Package
     cell: matrix.Cell | None
     decisions: tuple[Decision, ...]
     skipped: frozenset[str]
@@ -63,40 +64,34 @@ class Plan:
         return f"{self.speculators} on {self.vllm}"
 
 
-def make_plan() -> Plan:
-    """Probe what is installed. Nothing of it is imported; problems are collected, not raised."""
-    vllm, speculators, transformers = (detect(m) for m in ("vllm", "speculators", "transformers"))
-    trees = (SourceTree(p.root) if p.root else None for p in (vllm, speculators, transformers))
-    return plan_for(vllm, speculators, *trees)
+def make_plan(given: Mapping[str, Package] | None = None) -> Plan:
+    """Probe a pair's source. Nothing of it is imported; problems are collected, not raised.
 
-
-def plan_for(
-    vllm: Package,
-    speculators: Package,
-    vllm_tree: SourceTree | None,
-    speculators_tree: SourceTree | None,
-    transformers_tree: SourceTree | None,
-) -> Plan:
-    """Probe these sources of a pair, wherever they come from."""
-    problems: list[CompatError] = [
-        InstallationError(text) for package in (vllm, speculators) for text in package.problems
-    ]
+    Args:
+        given: Packages to look at in place of the installed ones, by module.
+    """
+    given = given or {}
+    vllm, speculators, transformers = (
+        given.get(module) or detect(module) for module in ("vllm", "speculators", "transformers")
+    )
+    problems: list[CompatError] = [*vllm.problems, *speculators.problems]
     left_out = skipped()
-    decisions = tuple(_decide(vllm, vllm_tree, speculators_tree, transformers_tree))
+    decisions = tuple(_decide(vllm, speculators, transformers))
     unknown_ids = left_out - {patch.id for patch in PATCHES}
     if unknown_ids:
         problems.append(
             CompatError(
                 f"{SKIP} names {', '.join(sorted(unknown_ids))}; expected ids of patches: "
-                f"{', '.join(p.id for p in PATCHES)}. Correct it, or unset it."
+                f"{', '.join(p.id for p in PATCHES)}.",
+                "Correct it, or unset it.",
             )
         )
     problems += [
         UnknownFormError(
             f"{d.patch.id}: {d.finding.where}: found {d.finding.found}; expected "
-            f"{d.finding.expected}. This form is not known, so nothing is patched. Install a pair "
-            "from the table of supported ones, or set SPECULATORS_VLLM_COMPAT=warn to go on "
-            "without this patch."
+            f"{d.finding.expected}. This form is not known, so nothing is patched.",
+            "Install a pair from the table of supported ones, or set SPECULATORS_VLLM_COMPAT=warn "
+            "to go on without this patch.",
         )
         for d in decisions
         if d.finding.verdict is Verdict.UNKNOWN_FORM and d.patch.id not in left_out
@@ -104,27 +99,24 @@ def plan_for(
     cell = matrix.load().find(speculators.version, vllm.version)
     if cell is not None and not problems:
         problems += _disagreement(cell, vllm, decisions)
-    return Plan(speculators, vllm, cell, decisions, left_out, tuple(problems))
+    return Plan(speculators, vllm, transformers, cell, decisions, left_out, tuple(problems))
 
 
-def _decide(
-    vllm: Package,
-    vllm_tree: SourceTree | None,
-    speculators_tree: SourceTree | None,
-    transformers_tree: SourceTree | None,
-) -> Iterator[Decision]:
-    if speculators_tree is None:
+def _decide(vllm: Package, speculators: Package, transformers: Package) -> Iterator[Decision]:
+    if speculators.source is None:
         return
-    generator = speculators_tree.module("data_generation.vllm_hidden_states_generator")
+    generator = speculators.source.find("data_generation.vllm_hidden_states_generator")
     for patch in PATCHES:
         # Where there is no generator to patch, as without vLLM in a training environment, or
         # with speculators 0.5 and later, only what importing speculators needs is left.
         if patch.depends_on == "environment" and patch.target.startswith("transformers"):
-            if transformers_tree is None:
+            if transformers.source is None:
                 continue
-        elif vllm_tree is None or generator is None:
+        elif vllm.source is None or generator is None:
             continue
-        sources = Sources(vllm_tree or speculators_tree, speculators_tree, transformers_tree, vllm)
+        # A probe about transformers looks at no file of vLLM's.
+        nowhere = vllm.source or speculators.source
+        sources = Sources(nowhere, speculators.source, transformers.source, vllm)
         yield Decision(patch, run_probe(patch, sources))
 
 
@@ -134,6 +126,7 @@ def run_probe(patch: Patch, sources: Sources) -> Finding:
         return patch.probe(sources)
     except Exception as error:  # source that cannot be parsed, or that a probe did not foresee
         where = getattr(error, "filename", None) or str(sources.vllm.root)
+        where += f":{error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         found = f"{type(error).__name__}: {error}"
         return Finding(Verdict.UNKNOWN_FORM, found, where, "source that its probe can read")
 
@@ -154,6 +147,6 @@ def _disagreement(
         yield MatrixError(
             f"speculators {cell.speculators} on vLLM {version}: the matrix expects other patches "
             f"than the probes ask for. Only by the probes: {extra or 'none'} ({wheres}); only by "
-            f"the matrix: {lacking or 'none'}. The installed source is not that release's: "
-            "reinstall vLLM, or set SPECULATORS_VLLM_COMPAT=warn to trust the probes."
+            f"the matrix: {lacking or 'none'}. The installed source is not that release's:",
+            "reinstall vLLM, or set SPECULATORS_VLLM_COMPAT=warn to trust the probes.",
         )

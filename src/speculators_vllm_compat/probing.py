@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .patching import Finding, Verdict
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from .source import Signature, SourceModule, SourceTree
 
@@ -34,6 +34,37 @@ def absent(tree: SourceTree, module: str, name: str) -> Finding:
     if found is None:
         return unknown("no such file", tree.where(module), f"a module that defines {name}")
     return unknown(f"no {name}", str(found.path), f"a definition of {name}")
+
+
+def misplaced(signature: Signature, given: Sequence[str]) -> str:
+    """Why a call by position cannot be made; "" when it can.
+
+    Args:
+        signature: What the callee takes.
+        given: The names of the parameters that the call gives values to, in its order.
+    """
+    if problem := unfit(signature, given):
+        return problem
+    in_order = signature.positional[: len(given)] == tuple(given)
+    return "" if in_order else f"{signature} does not begin with {', '.join(given)}"
+
+
+def misreturned(module: SourceModule, name: str, known: str) -> str:
+    """What else than the known form a function is annotated to return; "" when nothing else is.
+
+    Most of vLLM's code is annotated and checked, so that a return form does not change without
+    this. A function without an annotation is only asked whether it returns anything.
+    """
+    returned = module.returns(name)
+    if not returned and known == "None" and module.gives_value(name):
+        returned = "a value"
+    return f"{name} returns {returned}" if returned not in ("", known) else ""
+
+
+def lacking(signature: Signature | None, names: Collection[str]) -> str:
+    """Which fields a class does not have; "" when it has all of them."""
+    missing = sorted(set(names) - set(signature.names if signature else ()))
+    return f"no {', '.join(missing)}" if missing else ""
 
 
 def unfit(signature: Signature, given: Collection[str], extra: Collection[str] = ()) -> str:

@@ -52,6 +52,10 @@ class Signature:
     def required(self) -> frozenset[str]:
         return frozenset(p.name for p in self.parameters if p.required)
 
+    @property
+    def positional(self) -> tuple[str, ...]:
+        return tuple(p.name for p in self.parameters if not p.keyword_only)
+
     def accepts(self, name: str) -> bool:
         return self.any_keyword or name in self.names
 
@@ -65,11 +69,19 @@ class SourceModule:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.text = path.read_text(encoding="utf-8-sig")
+        try:
+            self.text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise _unreadable(path, error) from error
 
     @cached_property
     def _tree(self) -> ast.Module:
-        return ast.parse(self.text, filename=str(self.path))
+        try:
+            return ast.parse(self.text, filename=str(self.path))
+        except (SyntaxError, ValueError) as error:
+            if getattr(error, "filename", None):
+                raise
+            raise _unreadable(self.path, error) from error  # a null byte, up to Python 3.11
 
     @cached_property
     def bindings(self) -> Mapping[str, int]:
@@ -78,6 +90,15 @@ class SourceModule:
         Blocks under ``if TYPE_CHECKING`` bind nothing when the module runs, so they are left out.
         """
         return dict(_bindings(self._tree.body))
+
+    def imports(self) -> tuple[Import, ...]:
+        """Every ``from … import …`` that runs when the module does."""
+        return tuple(
+            Import(statement.module or "", statement.level, alias.name, statement.lineno)
+            for statement in _unconditional(self._tree.body)
+            if isinstance(statement, ast.ImportFrom)
+            for alias in statement.names
+        )
 
     def definition(self, qualname: str) -> ast.AST | None:
         """The class or function of this dotted name, or None."""
@@ -117,6 +138,23 @@ class SourceModule:
         ]
         return Signature(tuple(parameters), arguments.kwarg is not None, node.lineno)
 
+    def returns(self, qualname: str) -> str:
+        """What a function is annotated to return, without quotes; "" when it does not say."""
+        node = self.definition(qualname)
+        annotation = getattr(node, "returns", None)
+        return "" if annotation is None else ast.unparse(annotation).strip("'\"")
+
+    def gives_value(self, qualname: str) -> bool:
+        """Whether a function has a ``return`` with a value of its own."""
+        pending = list(getattr(self.definition(qualname), "body", []))
+        while pending:
+            node = pending.pop()
+            if isinstance(node, ast.Return) and node.value is not None:
+                return True
+            if not isinstance(node, _Function | ast.Lambda | ast.ClassDef):
+                pending += ast.iter_child_nodes(node)
+        return False
+
     def fields(self, class_name: str) -> Signature | None:
         """The annotated fields of a dataclass, as the signature of its constructor."""
         node = self.definition(class_name)
@@ -144,6 +182,23 @@ class SourceModule:
             ):
                 return ast.unparse(statement.value)
         return None
+
+    def field_names(self, class_name: str) -> tuple[str, ...]:
+        """Every annotated name of a class, those that its constructor does not take included."""
+        node = self.definition(class_name)
+        return tuple(
+            ast.unparse(statement.target)
+            for statement in getattr(node, "body", [])
+            if isinstance(statement, ast.AnnAssign)
+        )
+
+    def annotation(self, class_name: str, field: str) -> str:
+        """The annotation of one field of a class, or "" when there is no such field."""
+        node = self.definition(class_name)
+        for statement in getattr(node, "body", []):
+            if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == field:
+                return ast.unparse(statement.annotation)
+        return ""
 
     def annotated_with(self, class_name: str, name: str) -> bool:
         """Whether the annotation of a class's field mentions a name."""
@@ -174,6 +229,13 @@ class SourceModule:
     def mentions(self, qualname: str, code: str) -> bool:
         """Whether a definition's code, as ``ast.unparse`` writes it, holds a piece of code."""
         return code in self._body(qualname)
+
+    def matches(self, pattern: str) -> bool:
+        """Whether the file's text matches a regular expression somewhere.
+
+        For files of thousands of lines, which take long to parse.
+        """
+        return re.search(pattern, self.text) is not None
 
     def is_stub(self, qualname: str) -> bool:
         """Whether a function is there and does nothing: a docstring, or an ellipsis."""
@@ -208,6 +270,23 @@ class Call:
     line: int
 
 
+@dataclass(frozen=True)
+class Import:
+    """One name of a ``from … import …``.
+
+    Attributes:
+        module: What follows ``from``, without the dots in front of it.
+        level: How many dots there are.
+        name: The name imported; ``*`` for all of them.
+        line: Where.
+    """
+
+    module: str
+    level: int
+    name: str
+    line: int
+
+
 class SourceTree:
     """The source of one installed package.
 
@@ -222,15 +301,42 @@ class SourceTree:
     def module(self, name: str) -> SourceModule | None:
         """The module of this dotted name below the package, or None when there is no such file."""
         if name not in self._modules:
-            base = self.root.joinpath(*name.split("."))
-            candidates = (base / "__init__.py", base.with_name(base.name + ".py"))
-            path = next((c for c in candidates if c.is_file()), None)
+            path = self.find(name)
             self._modules[name] = None if path is None else SourceModule(path)
         return self._modules[name]
+
+    def find(self, name: str) -> Path | None:
+        """The file of a module, or None when there is none."""
+        base = self.root.joinpath(*name.split("."))
+        candidates = (base / "__init__.py", base.with_name(base.name + ".py"))
+        return next((c for c in candidates if c.is_file()), None)
+
+    def provides(self, module_name: str, name: str) -> bool:
+        """Whether ``from module_name import name`` finds the name."""
+        module = self.module(module_name)
+        if module is None:
+            return False
+        # Found without parsing, which takes longer, where it is defined in so many words.
+        if re.search(rf"^(?:class|def|async def) {name}\b", module.text, re.M):
+            return True
+        if {name, "__getattr__"} & module.bindings.keys() or self.find(f"{module_name}.{name}"):
+            return True
+        is_package = module.path.name == "__init__.py"
+        for star in (found for found in module.imports() if found.name == "*" and found.level):
+            parts = module_name.split(".")
+            kept = parts[: len(parts) + is_package - star.level]
+            if self.provides(".".join([*kept, *filter(None, [star.module])]), name):
+                return True
+        return False
 
     def where(self, name: str) -> str:
         """The path a module has or would have, for messages."""
         return str(self.root.joinpath(*name.split("."))) + ".py"
+
+
+def _unreadable(path: Path, error: Exception) -> SyntaxError:
+    """What Python says of a source file that it cannot read as text."""
+    return SyntaxError(str(error), (str(path), 1, None, None))
 
 
 def _is_docstring(node: ast.stmt) -> bool:

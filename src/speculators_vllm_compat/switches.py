@@ -66,6 +66,7 @@ def _choice(variable: str, default: str, choices: list[str]) -> str:
     value = os.environ.get(variable, "").strip().lower() or default
     if value not in choices:
         raise ConfigurationError(
-            f"{variable} is {value!r}; expected one of {', '.join(choices)}. Set one, or unset it."
+            f"{variable} is {value!r}; expected one of {', '.join(choices)}.",
+            "Set one, or unset it.",
         )
     return value

@@ -18,6 +18,7 @@ _SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 _GENERATE = f"class {GENERATOR_CLASS}:\n    def generate(self, token_ids): ...\n"
 _FORMS = (
     "class Scheduler:\n    def schedule(self): ...\n"
+    "    def add_request(self, request): ...\n"
     "    def finish_requests(self, request_ids, finished_status): ...\n"
 )
 

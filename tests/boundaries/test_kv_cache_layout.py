@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sources import BESIDE
 
 from cell import assert_right, engine, patched, skipping, unpatched, vllm_version
 from speculators_vllm_compat.detect import Package
@@ -43,9 +44,10 @@ _0_33 = {
 
 def _sources(folder: Path, files: dict[str, str]) -> Sources:
     """A vLLM that consists of these files."""
-    for name, text in files.items():
+    interface = {"v1/kv_cache_interface.py": BESIDE["vllm/v1/kv_cache_interface.py"]}
+    for name, text in {**interface, **files}.items():
         path = folder / "vllm" / name
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     package = Package("vllm", folder / "vllm", ())
     return Sources(SourceTree(folder / "vllm"), SourceTree(folder / "speculators"), None, package)

@@ -22,7 +22,10 @@ from tiny_models import prompt
 _RUNNER = "vllm/v1/worker/gpu/model_runner.py"
 _BATCH = "vllm/v1/worker/gpu/input_batch.py"
 _V2 = {
-    _RUNNER: "class GPUModelRunner:\n    def prepare_inputs(self, scheduler_output): ...\n",
+    _RUNNER: (
+        "class GPUModelRunner:\n    def prepare_inputs(self, scheduler_output): ...\n"
+        "    def execute_model(self, scheduler_output): ...\n"
+    ),
     _BATCH: "class InputBatch:\n    req_ids: list[str]\n    input_ids: object\n",
 }
 

@@ -30,7 +30,9 @@ _FORMS = {
 def _sources(folder: Path, field: str, call: str, name: str = "CacheConfig") -> Sources:
     """A vLLM and a speculators that consist of this field and this call."""
     files = {
-        "vllm/config/cache.py": f"@config\nclass {name}:\n    swap: int = 4\n    {field}\n",
+        "vllm/config/cache.py": (
+            f"@config\nclass {name}:\n    gpu_memory_utilization: float = 1\n    {field}\n"
+        ),
         "speculators/data_generation/vllm_hidden_states_generator.py": f"cache_config = {call}\n",
     }
     for file, text in files.items():

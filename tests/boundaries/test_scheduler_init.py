@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from sources import BESIDE
 
 from cell import assert_right, engine, is_0_3, patched, skipping, unpatched, vllm_version
 from speculators_vllm_compat.detect import Package
@@ -47,11 +48,15 @@ def _sources(folder: Path, parameters: str, tells: bool, call: str, **names: str
     files = {
         "vllm/v1/core/sched/scheduler.py": f"class {name}:\n    def __init__({parameters}): ...\n",
         "vllm/config/cache.py": f"class CacheConfig:\n    block_size: int = None\n    {tell}\n",
+        "vllm/v1/kv_cache_interface.py": BESIDE["vllm/v1/kv_cache_interface.py"],
+        "vllm/v1/core/kv_cache_utils.py": (
+            "def resolve_kv_cache_block_sizes(kv_cache_config, vllm_config): ...\n"
+        ),
         "speculators/data_generation/vllm_hidden_states_generator.py": f"scheduler = {call}\n",
     }
     for file, text in files.items():
         path = folder / file
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     package = Package("vllm", folder / "vllm", ())
     return Sources(SourceTree(folder / "vllm"), SourceTree(folder / "speculators"), None, package)

@@ -15,7 +15,7 @@ found = detect("vllm")
 assert "vllm" not in sys.modules
 print(json.dumps({
     "text": str(found), "root": str(found.root), "version": str(found.version),
-    "names": [d.name for d in found.distributions], "problems": found.problems,
+    "names": [d.name for d in found.distributions], "problems": [str(p) for p in found.problems],
     "cpu": found.cpu_build,
 }))
 """

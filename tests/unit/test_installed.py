@@ -63,7 +63,9 @@ def test_metadata(site):
     script = """
         from importlib import metadata
         [found] = metadata.distributions(path=[sys.path[0]])
-        [entry] = found.entry_points
+        entries = {entry.group: entry for entry in found.entry_points}
+        entry = entries["vllm.general_plugins"]
+        script = entries["console_scripts"]
         print(json.dumps({
             "name": found.metadata["Name"],
             "version": found.version,
@@ -71,6 +73,7 @@ def test_metadata(site):
             "license": found.metadata["License-Expression"],
             "requires": sorted(r.split(">")[0].lower() for r in found.requires),
             "entry": [entry.group, entry.name, entry.value],
+            "script": [script.name, script.value],
         }))
         """
     assert execute(site, script) == {
@@ -84,6 +87,7 @@ def test_metadata(site):
             "speculators_vllm_compat",
             "speculators_vllm_compat_plugin:register",
         ],
+        "script": ["speculators-vllm-compat", "speculators_vllm_compat.cli:main"],
     }
 
 
@@ -95,6 +99,7 @@ def test_every_source_file_and_nothing_else_is_there(site):
         Path("speculators_vllm_compat/compat_matrix.yaml"),
     }
     found = {p.relative_to(site) for p in site.rglob("*") if p.is_file()}
+    found -= {Path("bin/speculators-vllm-compat")}
     assert {p for p in found if ".dist-info" not in str(p) and p.suffix != ".pyc"} == expected
     [license_file] = site.glob("*.dist-info/licenses/LICENSE")
     assert license_file.read_bytes() == (REPOSITORY / "LICENSE").read_bytes()

@@ -49,6 +49,10 @@ def test_contents(wheel):
     assert "speculators_vllm_compat/py.typed" in names
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert read(wheel, ".dist-info/entry_points.txt").split() == [
+        "[console_scripts]",
+        "speculators-vllm-compat",
+        "=",
+        "speculators_vllm_compat.cli:main",
         "[vllm.general_plugins]",
         "speculators_vllm_compat",
         "=",

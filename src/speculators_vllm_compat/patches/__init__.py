@@ -14,6 +14,7 @@ from . import (
     execute_sample,
     generate_loop,
     hashing_location,
+    imported_names,
     kv_cache_arguments,
     kv_cache_layout,
     kv_cache_location,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 PATCHES: tuple[Patch, ...] = (
     pretrained_config_torch.PATCH,
     attn_mask_utils.PATCH,
+    imported_names.PATCH,
     hashing_location.PATCH,
     kv_cache_location.PATCH,
     tokenizer_remote_code.PATCH,

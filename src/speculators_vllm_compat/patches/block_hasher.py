@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..patching import GENERATOR, GENERATOR_CLASS, Finding, Ledger, Patch, Sources
-from ..probing import absent, at, needed, not_needed, unfit, unknown
+from ..probing import absent, at, misreturned, needed, not_needed, unfit, unknown
 from .hashing_location import locate
 from .none_hash import configured_hash
 
@@ -40,9 +40,12 @@ def probe(sources: Sources) -> Finding:
         return absent(sources.vllm, _KV_UTILS, "get_request_block_hasher")
     size, *rest = [p.name for p in signature.parameters if not p.keyword_only] or [""]
     known = size in {"block_size", "hash_block_size"} and rest[:1] == ["caching_hash_fn"]
-    if not known or unfit(signature, {size, "caching_hash_fn"}):
+    problem = unfit(signature, {size, "caching_hash_fn"}) or ("" if known else str(signature))
+    problem = problem or misreturned(
+        module, "get_request_block_hasher", "Callable[[Request], list[BlockHash]]"
+    )
+    if problem:
         where = at(module, signature.line)
-        problem = unfit(signature, {size, "caching_hash_fn"}) or str(signature)
         return unknown(problem, where, "(block_size or hash_block_size, caching_hash_fn)")
     located = locate(sources)
     if isinstance(located, Finding):

@@ -20,6 +20,12 @@ def probe(sources: Sources) -> Finding:
     if "block_size" not in fields.names or "block_size" in fields.required:
         return unknown(f"CacheConfig{fields}", where, "an optional field block_size")
     if module.field_default("CacheConfig", "user_specified_block_size") is None:
+        # A flag of another name would mean the same, and would not be known.
+        flags = [f for f in module.field_names("CacheConfig") if "block_size" in f]
+        flags = [f for f in flags if module.annotation("CacheConfig", f) == "bool"]
+        if flags:
+            found = f"the flags {', '.join(flags)}, and no user_specified_block_size"
+            return unknown(found, where, "user_specified_block_size, or no flag of that kind")
         return not_needed("a block size that is asked for restricts nothing", where)
     return needed("a block size that is asked for restricts the attention backends", where)
 

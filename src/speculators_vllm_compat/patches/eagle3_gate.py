@@ -14,6 +14,8 @@ def probe(sources: Sources) -> Finding:
     calls = worker.calls("supports_eagle3")
     if not calls:
         return not_needed("speculators asks for no EAGLE-3 support", str(worker.path))
+    if not sources.vllm.provides("model_executor.models.interfaces", "supports_eagle3"):
+        return absent(sources.vllm, "model_executor.models.interfaces", "supports_eagle3")
     return needed("speculators refuses models without EAGLE-3 support", at(worker, calls[0].line))
 
 

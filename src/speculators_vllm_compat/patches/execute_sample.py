@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..patching import Finding, Patch, Sources
-from ..probing import absent, at, needed, not_needed, unfit, unknown
+from ..probing import absent, at, misplaced, needed, not_needed, unknown
 
 _EXECUTOR = "v1.executor.multiproc_executor"
 
@@ -28,18 +28,26 @@ def probe(sources: Sources) -> Finding:
     execute = module.function("MultiprocExecutor.execute_model") if module else None
     if module is None or execute is None:
         return absent(sources.vllm, _EXECUTOR, "MultiprocExecutor.execute_model")
-    if problem := unfit(execute, {"scheduler_output"}):
+    if problem := misplaced(execute, ("scheduler_output",)):
         return unknown(problem, at(module, execute.line), "execute_model(scheduler_output)")
     sample = module.function("MultiprocExecutor.sample_tokens")
     generator = sources.generator
     calls = bool(generator and generator.calls("sample_tokens"))
+    runner = sources.vllm.module("v1.worker.gpu_model_runner")
+    if sample is None and runner is not None and runner.matches(r"def sample_tokens\("):
+        expected = "MultiprocExecutor.sample_tokens, which the model runner has"
+        return unknown("no sample_tokens", at(module, execute.line), expected)
+    returned = module.returns("MultiprocExecutor.execute_model")
+    if sample is not None and (returned.startswith("tuple") or "None" not in (returned or "None")):
+        found = f"execute_model returns {returned}"
+        return unknown(found, at(module, execute.line), "None while there is something to sample")
     if sample is None:
         where = at(module, execute.line)
         if calls:
             return needed("execute_model samples, and speculators samples again", where)
         return not_needed("execute_model samples", where)
     where = at(module, sample.line)
-    if problem := unfit(sample, {"grammar_output"}):
+    if problem := misplaced(sample, ("grammar_output",)):
         return unknown(problem, where, "sample_tokens(grammar_output)")
     if calls:
         return not_needed("speculators calls sample_tokens", where)

@@ -5,13 +5,25 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..patching import GENERATOR, GENERATOR_CLASS, Finding, Ledger, Patch, Sources
-from ..probing import absent, at, needed, unfit, unknown
+from ..probing import absent, at, lacking, misplaced, misreturned, needed, unfit, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import ModuleType
 
 _NAME = f"{GENERATOR_CLASS}.generate"
+
+# What the loop and the capture read of a scheduled step.
+_OUTPUT = {
+    "SchedulerOutput": (
+        "num_scheduled_tokens",
+        "total_num_scheduled_tokens",
+        "scheduled_new_reqs",
+        "scheduled_cached_reqs",
+    ),
+    "NewRequestData": ("req_id", "prompt_token_ids", "num_computed_tokens"),
+    "CachedRequestData": ("req_ids", "num_computed_tokens"),
+}
 
 
 def probe(sources: Sources) -> Finding:
@@ -24,14 +36,29 @@ def probe(sources: Sources) -> Finding:
         return unknown(problem, where, "generate(token_ids)")
     module = sources.vllm.module("v1.core.sched.scheduler")
     for name, given in (
-        ("schedule", set()),
-        ("finish_requests", {"request_ids", "finished_status"}),
+        ("schedule", ()),
+        ("add_request", ("request",)),
+        ("finish_requests", ("request_ids", "finished_status")),
     ):
         called = module.function(f"Scheduler.{name}") if module else None
         if module is None or called is None:
             return absent(sources.vllm, "v1.core.sched.scheduler", f"Scheduler.{name}")
-        if problem := unfit(called, given):
-            return unknown(problem, at(module, called.line), f"{name}{tuple(sorted(given))}")
+        problem = misplaced(called, given)
+        if name == "schedule":
+            problem = problem or misreturned(module, f"Scheduler.{name}", "SchedulerOutput")
+        if problem:
+            return unknown(problem, at(module, called.line), f"{name}{given}")
+    assert module is not None
+    init = "Scheduler.__init__"
+    if not module.is_stub(init) and not module.mentions(init, "self.requests"):
+        where = at(module, module.line(init))
+        return unknown("Scheduler without requests", where, "an attribute requests")
+    output = sources.vllm.module("v1.core.sched.output")
+    for name, fields in _OUTPUT.items():
+        if output is None or output.fields(name) is None:
+            return absent(sources.vllm, "v1.core.sched.output", name)
+        if problem := lacking(output.fields(name), fields):
+            return unknown(f"{name} with {problem}", at(output, output.line(name)), f"{fields}")
     return needed("speculators' own loop returns wrong values for some calls", where)
 
 

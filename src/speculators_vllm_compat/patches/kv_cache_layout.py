@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..calls import accepts
 from ..patching import GENERATOR, Finding, Ledger, Patch, Sources
-from ..probing import absent, at, needed, not_needed, unfit, unknown
+from ..probing import absent, at, misplaced, misreturned, needed, not_needed, unfit, unknown
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -36,14 +36,19 @@ def probe(sources: Sources) -> Finding:
     if cache is None:
         return absent(sources.vllm, "config.cache", "CacheConfig")
     gate = cache.line("CacheConfig.get_resolved_kv_cache_layout")
+    if gate is None and "kv_cache_layout" in cache.field_names("CacheConfig"):
+        found = "a field kv_cache_layout, and no get_resolved_kv_cache_layout"
+        return unknown(found, at(cache, cache.line("CacheConfig")), "both, or neither")
     if gate is None:
         return not_needed("no layout has to be settled", at(cache, cache.line("CacheConfig")))
     signature = backends.function("resolve_kv_cache_layout") if backends else None
     if backends is None or signature is None:
         return absent(sources.vllm, _BACKENDS, "resolve_kv_cache_layout")
     three = ("vllm_config", "supported_layouts", "kv_cache_specs")
-    if problem := unfit(signature, three) or ("" if signature.names == three else str(signature)):
-        return unknown(problem, at(backends, signature.line), f"resolve_kv_cache_layout{three}")
+    name = "resolve_kv_cache_layout"
+    problem = misplaced(signature, three) or misreturned(backends, name, "KVCacheLayout")
+    if problem := problem or ("" if signature.names == three else str(signature)):
+        return unknown(problem, at(backends, signature.line), f"{name}{three} -> KVCacheLayout")
     executor = sources.vllm.module("v1.executor.abstract")
     publish = executor.function("Executor.set_kv_cache_layout") if executor else None
     ask = executor.function("Executor.get_supported_kv_cache_layouts") if executor else None
@@ -53,8 +58,13 @@ def probe(sources: Sources) -> Finding:
     one, two = ("layout_name",), ("layout_name", "cp_kv_cache_interleave_size")
     if positional not in (one, two) or positional != publish.names:
         return unknown(str(publish), at(executor, publish.line), f"({one[0]}) or {two}")
-    if ask.required:
-        return unknown(str(ask), at(executor, ask.line), "get_supported_kv_cache_layouts()")
+    name = "Executor.get_supported_kv_cache_layouts"
+    if problem := unfit(ask, ()) or misreturned(executor, name, "list[list[str]]"):
+        return unknown(problem, at(executor, ask.line), f"{name}() -> list[list[str]]")
+    interface = sources.vllm.module("v1.kv_cache_interface")
+    config = interface.fields("KVCacheConfig") if interface else None
+    if interface is None or config is None or "kv_cache_layout" not in config.names:
+        return absent(sources.vllm, "v1.kv_cache_interface", "KVCacheConfig.kv_cache_layout")
     return needed("a layout must be settled before a cache is planned", at(cache, gate))
 
 

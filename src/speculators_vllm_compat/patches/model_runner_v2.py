@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..patching import Finding, Patch, Sources
-from ..probing import at, needed, not_needed, unfit, unknown
+from ..probing import absent, at, misplaced, misreturned, needed, not_needed, unknown
 
 if TYPE_CHECKING:
     import torch
 
+_V1 = "v1.worker.gpu_model_runner"
 _V2 = "v1.worker.gpu.model_runner"
 
 
@@ -80,15 +81,46 @@ def batch_of(runner: Any) -> BatchV1 | BatchV2:
     )
 
 
+def _unknown_v1(sources: Sources) -> Finding | None:
+    """Why the batch of a V1 runner could not be read; None when it can."""
+    module = sources.vllm.module(_V1)
+    if module is None:
+        return absent(sources.vllm, _V1, "GPUModelRunner")
+    # Searched, not parsed: the file has seven thousand lines.
+    forms = {
+        "self.input_batch": r"self\.input_batch\b.*=",
+        "self.input_ids": r"self\.input_ids\b.*=",
+        "execute_model(scheduler_output)": r"def execute_model\(\s*self,\s*scheduler_output\b",
+    }
+    if missing := [name for name, form in forms.items() if not module.matches(form)]:
+        return unknown(f"no {', '.join(missing)}", str(module.path), ", ".join(forms))
+    batch = sources.vllm.module("v1.worker.gpu_input_batch")
+    if batch is None or batch.line("InputBatch") is None:
+        return absent(sources.vllm, "v1.worker.gpu_input_batch", "InputBatch")
+    if not batch.matches(r"\breq_ids\b"):
+        return unknown("no req_ids", at(batch, batch.line("InputBatch")), "InputBatch.req_ids")
+    return None
+
+
 def probe(sources: Sources) -> Finding:
+    if problem := _unknown_v1(sources):
+        return problem
     module = sources.vllm.module(_V2)
     line = module.line("GPUModelRunner") if module else None
     if module is None or line is None:
         return not_needed("there is no model runner V2", sources.vllm.where(_V2))
-    prepare = module.function("GPUModelRunner.prepare_inputs")
-    if prepare is None or (problem := unfit(prepare, prepare.names)):
-        found = "no prepare_inputs" if prepare is None else problem
-        return unknown(found, at(module, line), "GPUModelRunner.prepare_inputs")
+    name = "GPUModelRunner.prepare_inputs"
+    if module.function(name) is None:
+        return unknown("no prepare_inputs", at(module, line), name)
+    if found := misreturned(module, name, "InputBatch"):
+        return unknown(found, at(module, module.line(name)), f"{name} -> InputBatch")
+    execute = module.function("GPUModelRunner.execute_model")
+    if execute is None or (found := misplaced(execute, ("scheduler_output",))):
+        return unknown(
+            "no execute_model" if execute is None else found,
+            at(module, line),
+            "GPUModelRunner.execute_model(scheduler_output)",
+        )
     batch = sources.vllm.module("v1.worker.gpu.input_batch")
     fields = batch.fields("InputBatch") if batch else None
     if batch is None or fields is None or not {"req_ids", "input_ids"} <= set(fields.names):

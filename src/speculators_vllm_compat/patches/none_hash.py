@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..patching import GENERATOR, GENERATOR_CLASS, Finding, Ledger, Patch, Sources
-from ..probing import absent, at, needed, not_needed, unfit, unknown
+from ..probing import absent, at, misplaced, misreturned, needed, not_needed, unknown
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,8 +53,13 @@ def probe(sources: Sources) -> Finding:
     signature = module.function("init_none_hash")
     if signature is None:
         return absent(sources.vllm, "v1.core.kv_cache_utils", "init_none_hash")
-    if problem := unfit(signature, {"hash_fn"}):
-        return unknown(problem, at(module, signature.line), "init_none_hash(hash_fn)")
+    problem = misplaced(signature, ("hash_fn",)) or misreturned(module, "init_none_hash", "None")
+    sets = module.is_stub("init_none_hash") or module.mentions("init_none_hash", "global NONE_HASH")
+    if not problem and not sets:
+        problem = "init_none_hash does not set NONE_HASH"
+    if problem:
+        expected = "init_none_hash(hash_fn), which sets the global NONE_HASH"
+        return unknown(problem, at(module, signature.line), expected)
     calls = generator.calls("init_none_hash")
     if calls:
         return not_needed("speculators calls init_none_hash", at(generator, calls[0].line))

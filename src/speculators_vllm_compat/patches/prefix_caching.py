@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..patching import GENERATOR, Finding, Ledger, Patch, Sources
-from ..probing import absent, at, needed, not_needed, unknown
+from ..probing import absent, at, needed, not_needed, unfit, unknown
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -23,6 +23,8 @@ def probe(sources: Sources) -> Finding:
         if default is None:
             found = "no default of enable_prefix_caching"
         return unknown(found, where, "True, None or False")
+    if problem := unfit(fields, {"gpu_memory_utilization", "enable_prefix_caching"}):
+        return unknown(problem, where, "gpu_memory_utilization, enable_prefix_caching")
     generator = sources.generator
     calls = generator.calls("CacheConfig") if generator else ()
     if any("enable_prefix_caching" in call.keywords for call in calls):

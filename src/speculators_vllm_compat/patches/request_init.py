@@ -30,6 +30,16 @@ def probe(sources: Sources) -> Finding:
     problem = unfit(signature, _ALWAYS, {"eos_token_id"})
     if problem:
         return unknown(problem, where, f"{sorted(_ALWAYS)}, with or without eos_token_id")
+    init, read = "Request.__init__", ("request_id", "num_prompt_tokens", "num_computed_tokens")
+    unset = [name for name in read if not module.mentions(init, f"self.{name} = ")]
+    if unset and not module.is_stub(init):
+        return unknown(f"Request sets no {', '.join(unset)}", where, f"attributes {read}")
+    stopped = module.line("RequestStatus") is None or module.mentions(
+        "RequestStatus", "FINISHED_ABORTED"
+    )
+    if not stopped:
+        line = at(module, module.line("RequestStatus"))
+        return unknown("RequestStatus without FINISHED_ABORTED", line, "FINISHED_ABORTED")
     if signature.accepts("eos_token_id"):
         return not_needed("Request takes eos_token_id", where)
     return needed("Request takes no eos_token_id", where)

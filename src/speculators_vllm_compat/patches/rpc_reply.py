@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..patching import Finding, Patch, Sources
-from ..probing import absent, at, needed, not_needed, unfit, unknown
+from ..probing import absent, at, misplaced, needed, not_needed, unfit, unknown
 
 _EXECUTOR = "v1.executor.multiproc_executor"
 _NAME = "MultiprocExecutor.collective_rpc"
@@ -22,7 +22,8 @@ def probe(sources: Sources) -> Finding:
     if module is None or signature is None:
         return absent(sources.vllm, _EXECUTOR, _NAME)
     where = at(module, signature.line)
-    if problem := unfit(signature, {"method", "args", "unique_reply_rank"}):
+    problem = misplaced(signature, ("method",))
+    if problem := problem or unfit(signature, {"method", "args", "unique_reply_rank"}):
         return unknown(problem, where, "(method, args, unique_reply_rank)")
     returns_reply = module.mentions(_NAME, "responses[0]")
     if not returns_reply and not module.mentions(_NAME, "return responses"):

@@ -6,12 +6,25 @@ from typing import TYPE_CHECKING, Any
 
 from ..calls import accepts
 from ..patching import GENERATOR, Finding, Ledger, Patch, Sources
-from ..probing import absent, at, needed, not_needed, unfit, unknown
+from ..probing import (
+    absent,
+    at,
+    lacking,
+    misplaced,
+    misreturned,
+    needed,
+    not_needed,
+    unfit,
+    unknown,
+)
 from .cache_block_size import probe as block_size_is_chosen_by_vllm
 
 if TYPE_CHECKING:
     from types import ModuleType
 
+    from ..source import Signature
+
+_RESOLVE = "resolve_kv_cache_block_sizes"
 _ALWAYS = {"vllm_config", "kv_cache_config", "structured_output_manager"}
 
 
@@ -42,6 +55,8 @@ def probe(sources: Sources) -> Finding:
     where = at(module, signature.line)
     if problem := unfit(signature, _ALWAYS, {"block_size"}):
         return unknown(problem, where, f"{sorted(_ALWAYS)}, with or without block_size")
+    if strange := _unknown_sizes(sources, signature):
+        return strange
     generator = sources.generator
     calls = generator.calls("Scheduler") if generator else ()
     passed = any("block_size" in call.keywords for call in calls)
@@ -54,6 +69,32 @@ def probe(sources: Sources) -> Finding:
     if block_size_is_chosen_by_vllm(sources).verdict.value == "needed":
         return needed("the block size is chosen by the attention backend", where)
     return not_needed("Scheduler takes the block size speculators asked for", where)
+
+
+def _unknown_sizes(sources: Sources, scheduler: Signature) -> Finding | None:
+    """Why :func:`block_sizes` would not settle them; None when it does."""
+    interface = sources.vllm.module("v1.kv_cache_interface")
+    if interface is None:
+        return absent(sources.vllm, "v1.kv_cache_interface", "KVCacheConfig")
+    for name, fields in (
+        ("KVCacheConfig", ("num_blocks", "kv_cache_groups")),
+        ("KVCacheGroupSpec", ("layer_names", "kv_cache_spec")),
+    ):
+        if problem := lacking(interface.fields(name), fields):
+            return unknown(
+                f"{name} with {problem}", at(interface, interface.line(name)), f"{fields}"
+            )
+    if not scheduler.accepts("hash_block_size"):
+        return None
+    module = sources.vllm.module("v1.core.kv_cache_utils")
+    signature = module.function(_RESOLVE) if module else None
+    if module is None or signature is None:
+        return absent(sources.vllm, "v1.core.kv_cache_utils", _RESOLVE)
+    given = ("kv_cache_config", "vllm_config")
+    if problem := misplaced(signature, given) or misreturned(module, _RESOLVE, "tuple[int, int]"):
+        where = at(module, signature.line)
+        return unknown(problem, where, f"{_RESOLVE}{given} -> tuple[int, int]")
+    return None
 
 
 def apply(module: ModuleType, ledger: Ledger) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import WorkerError
 from ..patching import GENERATOR, GENERATOR_CLASS, Finding, Ledger, Patch, Sources
-from ..probing import absent, at, needed, unknown
+from ..probing import absent, at, needed, unfit, unknown
 from .decoder_layer_call import GREETING
 
 if TYPE_CHECKING:
@@ -30,14 +30,15 @@ def refuse_unpatched_workers() -> None:
     if not metadata.entry_points(group=GROUP, name=NAME):
         raise WorkerError(
             f"no entry point {NAME} in {GROUP}: the workers would run without the patches. "
-            "Expected speculators-vllm-compat to be installed, not only found on the import "
-            "path. Install it with pip in this environment."
+            "Expected speculators-vllm-compat to be installed, not only found on the import path.",
+            "Install it with pip in this environment.",
         )
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and NAME not in allowed.split(","):
         raise WorkerError(
             f"VLLM_PLUGINS is {allowed!r}, which leaves out {NAME}: the workers would run without "
-            f"the patches. Expected it unset or naming {NAME}. Add it, or unset the variable."
+            f"the patches. Expected it unset or naming {NAME}.",
+            "Add it, or unset the variable.",
         )
 
 
@@ -85,6 +86,15 @@ def probe(sources: Sources) -> Finding:
         return absent(sources.vllm, "plugins", "load_general_plugins")
     if module.constant("DEFAULT_PLUGINS_GROUP") != GROUP:
         return unknown(f"no group {GROUP}", str(module.path), f"the entry-point group {GROUP}")
+    if load.required:
+        return unknown(str(load), at(module, load.line), "load_general_plugins()")
+    parallel = sources.vllm.module("config.parallel")
+    fields = parallel.fields("ParallelConfig") if parallel else None
+    if parallel is None or fields is None:
+        return absent(sources.vllm, "config.parallel", "ParallelConfig")
+    if problem := unfit(fields, ("tensor_parallel_size", "worker_extension_cls")):
+        expected = "tensor_parallel_size and worker_extension_cls"
+        return unknown(problem, at(parallel, fields.line), expected)
     for name in ("v1.worker.worker_base", "worker.worker_base"):  # the latter in 0.11.0
         base = sources.vllm.module(name)
         calls = base.calls("load_general_plugins") if base else ()
