@@ -17,11 +17,13 @@ speed is measured. Each way runs in a process of its own, one after the other:
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import importlib
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -230,23 +232,34 @@ def _peak_in_worker(_worker: Any) -> int | None:
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
 
 
-def run_way(way: str, arguments: list[str]) -> list[dict[str, Any]]:
-    """One way's timings, from a process of its own."""
+def run_way(way: str, arguments: list[str], limit: float) -> list[dict[str, Any]]:
+    """One way's timings, from a process of its own that is ended with all it has started."""
     variables = {**os.environ, "HF_HUB_OFFLINE": "1"}
     variables["SPECULATORS_VLLM_COMPAT"] = "on"
+    # The driver asks for the GPU's memory, after which a fork could not use it.
+    variables["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     if way == "through RPC":
         variables["SPECULATORS_VLLM_COMPAT_RING_MB"] = "0"
     if way == "speculators":
         variables["SPECULATORS_VLLM_COMPAT_SKIP"] = OWN_TRANSPORT
         variables["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # the only one its own capture works with
-    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as out:
+    with tempfile.NamedTemporaryFile("r", suffix=".jsonl") as out, tempfile.TemporaryFile() as log:
         command = [sys.executable, __file__, *arguments, "--way", way, "--out", out.name]
-        ended = subprocess.run(
-            command, env=variables, capture_output=True, text=True, check=False, timeout=1200
+        process = subprocess.Popen(
+            command, env=variables, stdout=log, stderr=log, start_new_session=True
         )
+        try:
+            status: int | str = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            status = f"stopped after {limit:.0f} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
         rows = [json.loads(line) for line in out.read().splitlines()]
-    if ended.returncode:
-        print(f"{way}: failed\n{(ended.stdout + ended.stderr)[-1500:]}", flush=True)
+        if status != 0:
+            log.seek(0)
+            print(f"{way}: {status}\n{log.read().decode(errors='replace')[-3000:]}", flush=True)
+    show(rows)
     return rows
 
 
@@ -266,6 +279,7 @@ def main() -> int:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--memory", type=float, default=0.5)
     parser.add_argument("--max-model-len", type=int, default=4097)
+    parser.add_argument("--limit", type=float, default=600, help="seconds, for each way")
     parser.add_argument("--record", type=Path, help="append the results to this JSON file")
     parser.add_argument("--way", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
@@ -275,13 +289,14 @@ def main() -> int:
             for row in measure(options):
                 out.write(json.dumps(row) + "\n")
                 out.flush()
-        return 0
-    skip = {"--ways", "--record"}
+        os._exit(0)  # an engine's own shutdown is not what is measured
+    skip = {"--ways", "--record", "--limit"}
     arguments, taking = [], True
     for word in sys.argv[1:]:
         taking = word not in skip if word.startswith("--") else taking
         arguments += [word] * taking
-    rows = [row for way in options.ways for row in run_way(way, arguments)]
+    rows = [row for way in options.ways for row in run_way(way, arguments, options.limit)]
+    print()
     show(rows)
     if options.record:
         record(options, rows)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,15 @@ def environment() -> tuple[str, ...]:
     installed = detect("vllm").version
     releases = matrix.load().releases
     return next((r.environment for r in releases if installed and r.covers(installed)), ())
+
+
+def splits_by_default() -> bool:
+    """Whether vLLM computes a prompt in pieces without being asked to (chunked prefill)."""
+    from vllm.config import SchedulerConfig
+
+    [field] = [f for f in dataclasses.fields(SchedulerConfig) if f.name == "enable_chunked_prefill"]
+    # A plain value up to some release, pydantic's Field since.
+    return bool(getattr(field.default, "default", field.default))
 
 
 def is_0_3() -> bool:
@@ -92,6 +103,19 @@ def skipping(*patch_ids: str) -> Iterator[Any]:
         del os.environ["SPECULATORS_VLLM_COMPAT_SKIP"]
 
 
+def _name_preloaded_libraries() -> None:
+    """Satisfy the CPU worker of one release, which does not start unless it finds these named.
+
+    They are a faster allocator and thread library; no value depends on them.
+    """
+    import vllm
+
+    worker = Path(vllm.__file__).parent / "v1" / "worker" / "cpu_worker.py"
+    refusal = r'raise RuntimeError\(\s*f"\{name\} is not found in LD_PRELOAD'
+    if re.search(refusal, worker.read_text()):
+        os.environ.setdefault("LD_PRELOAD", "libtcmalloc_none.so:libiomp_none.so")
+
+
 @contextlib.contextmanager
 def engine(
     module: Any,
@@ -127,6 +151,7 @@ def engine(
                 configure(config)
             return config
 
+    _name_preloaded_libraries()
     original = module.ModelConfig
     # dtype="auto" would run a float32 checkpoint in bfloat16; replaced as people replace it.
     module.ModelConfig = lambda **kwargs: original(**{**kwargs, "dtype": dtype})

@@ -32,10 +32,6 @@ def _drop_segments() -> None:
 _drop_segments()
 atexit.register(_drop_segments)
 
-# One release's CPU worker refuses to start unless these faster allocator and thread libraries are
-# named here; values do not depend on them, so it is named what the loader then ignores.
-os.environ.setdefault("LD_PRELOAD", "libtcmalloc_none.so:libiomp_none.so")
-
 _NEEDS_VLLM = ("boundaries", "values", "process")
 
 

@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,10 +30,11 @@ DESCRIPTION = (
 EXAMPLES = """\
 examples:
   speculators-vllm-compat rehearse /models/DeepSeek-V3 --layer-ids 2 30 57 60
-  speculators-vllm-compat rehearse meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2
-  speculators-vllm-compat rehearse ./gpt-oss --dtype bfloat16 --start-method spawn
+  speculators-vllm-compat rehearse meta-llama/Llama-3.1-8B-Instruct \\
+      --tensor-parallel-size 2
+  speculators-vllm-compat rehearse ./gpt-oss --dtype bfloat16
 
-exit status: 0 everything passed, 1 something did not, 2 the command cannot be used like that
+exit status: 0 everything passed, 1 something did not, 2 wrong usage
 """
 OK, FAILED, USAGE = 0, 1, 2
 _LOG_LINES = 15
@@ -41,7 +43,7 @@ _ENDING = (signal.SIGINT, signal.SIGTERM)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.description = DESCRIPTION
+    parser.description = textwrap.fill(DESCRIPTION, 78)
     parser.epilog = EXAMPLES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", metavar="MODEL", help="a model's folder, or a cached one's id")
@@ -57,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
-        help="auto: float32, which compares most closely, and bfloat16 for kernels that do not "
+        metavar="DTYPE",
+        help="%(choices)s; auto: float32, which compares most closely, and bfloat16 for kernels that do not "
         "take it (latent attention and quantized weights on a GPU)",
     )
     parser.add_argument(
