@@ -60,8 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "float32", "bfloat16", "float16"],
         default="auto",
         metavar="DTYPE",
-        help="%(choices)s; auto: float32, which compares most closely, and bfloat16 for kernels that do not "
-        "take it (latent attention and quantized weights on a GPU)",
+        help="%(choices)s; auto: float32, which compares most closely, and bfloat16 for kernels "
+        "that do not take it (latent attention and quantized weights on a GPU)",
     )
     parser.add_argument(
         "--quantization",
