@@ -36,6 +36,8 @@ TOOLS = ["mypy==1.19.*", "ruff==0.14.*", "pytest", "types-PyYAML", "build", "hat
 FOLDERS = ["tests/boundaries", "tests/process", "tests/values"]
 # Two ranks are left to the everyday pairs: on two cores, older builds' threads take minutes.
 VALUES = ["tests/values/test_values.py", "-k", "not real_mla and not two_ranks"]
+# 0.4.0 has the generator and worker files of 0.4.0.1, to the byte.
+SMALL = {"0.4.0": [VALUES[0], "-k", "mixed_lengths or budget_splits"]}
 # Everything on one pair of each release; of the crossed pairs, that workers and values are right.
 EVERYDAY = {
     "0.4.0.1/0.29.0": FOLDERS,
@@ -153,7 +155,8 @@ def matrix(cells: Sequence[str], rest: Sequence[str]) -> int:
     counts, jobs = Counts(), []
     for cell in cells or [*EVERYDAY, *CROSSED]:
         target = REPOSITORY / "evidence" / f"{cell.replace('/', '-')}-cpu.json"
-        jobs.append(cell_job(cell, [*VALUES, *rest], counts, {"VALUES_EVIDENCE": str(target)}))
+        chosen = SMALL.get(cell.partition("/")[0], VALUES)
+        jobs.append(cell_job(cell, [*chosen, *rest], counts, {"VALUES_EVIDENCE": str(target)}))
     # These runs are about the pairs, more than about models.
     os.environ.setdefault("VALUES_MODELS", "llama")
     broken = run_jobs(jobs)
