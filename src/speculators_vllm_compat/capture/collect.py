@@ -38,7 +38,7 @@ class Collector:
         self._states: dict[str, SequenceStates] = {}
         self._step = 0
         self._launched: deque[dict[str, Any]] = deque()
-        self._copies: dict[int, Future[list[str]]] = {}  # by slot, or by step without a ring
+        self._copies: dict[object, Future[list[str]]] = {}  # by slot
         # One thread: copies finish in the order of the steps, while this thread schedules.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="hidden-states")
         self._timeout = _step_timeout()
@@ -99,7 +99,8 @@ class Collector:
     def _copy_arrived(self, complete: int) -> None:
         while self._launched and self._launched[0]["step"] <= complete:
             reply = self._launched.popleft()
-            key = reply["step"] if reply["slot"] is None else reply["slot"]
+            # Rows that came with the answer fill no slot, and are told apart from those that do.
+            key = ("step", reply["step"]) if reply["slot"] is None else reply["slot"]
             self._copies[key] = self._thread.submit(self._copy, reply)
 
     def _copy(self, reply: dict[str, Any]) -> list[str]:
