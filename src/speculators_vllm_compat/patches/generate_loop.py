@@ -50,7 +50,8 @@ def probe(sources: Sources) -> Finding:
             return unknown(problem, at(module, called.line), f"{name}{given}")
     assert module is not None
     init = "Scheduler.__init__"
-    if not module.is_stub(init) and not module.mentions(init, "self.requests"):
+    told = module.line(init) is not None and not module.is_stub(init)
+    if told and not module.mentions(init, "self.requests"):
         where = at(module, module.line(init))
         return unknown("Scheduler without requests", where, "an attribute requests")
     output = sources.vllm.module("v1.core.sched.output")
