@@ -187,6 +187,8 @@ def test_interrupted_it_leaves_nothing(environment, model):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # Where this runs in the background, an interrupt may be ignored, which is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         assert started.stderr is not None
