@@ -56,11 +56,11 @@ def probe(sources: Sources) -> Finding:
 
 PATCH = Patch(
     id="execute_sample",
-    summary="Calls sample_tokens after execute_model where vLLM splits a step in two.",
+    summary="Ends a step without sampling where the runner allows it, or samples where it must.",
     why="vLLM 0.11.1 split the step; 0.3.0 never samples (State error: sample_tokens() must be "
     "called), and 0.4 always does, which 0.11.0 does not know.",
     upstream="vllm/v1/executor/multiproc_executor.py, 0.11.1",
-    process="driver",
+    process="worker",
     probe=probe,
     part_of="generate_loop",
     removable="when speculators 0.3.0 and vLLM 0.11.0 are no longer supported",

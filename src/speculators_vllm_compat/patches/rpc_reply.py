@@ -40,7 +40,7 @@ def probe(sources: Sources) -> Finding:
 
 PATCH = Patch(
     id="rpc_reply",
-    summary="Reads the captured states from either form of a single rank's reply.",
+    summary="Reads a step's answer from either form of a single rank's reply.",
     why="vLLM 0.11.1 returns the reply itself, which 0.3.0 indexes: the first layer instead of "
     "the list of layers; 0.11.0 returns a list of one, where 0.4 expects a dict.",
     upstream="vllm/v1/executor/multiproc_executor.py collective_rpc, 0.11.1",
